@@ -1,0 +1,72 @@
+// AdamW in a few kernels for all parameters, learning-rate schedule, and clipping that never stops the host.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "common/named_tensors.hpp"
+
+namespace mgp {
+
+struct AdamWOptions {
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.01;
+};
+
+/// AdamW (Loshchilov, Hutter, arXiv 1711.05101) over at::_fused_adamw_: one multi-tensor kernel per group and chunk
+/// instead of about ten kernels per parameter. Two groups: with weight decay (has_weight_decay) and without.
+class AdamW {
+ public:
+  AdamW(const NamedTensors& parameters, const AdamWOptions& options);
+
+  /// One step with learning rate `lr`, from the gradients in `.grad()`. A parameter without a gradient is stepped with
+  /// zeros, so that all trainers agree on what an unused parameter means.
+  void step(double lr);
+
+  /// Drops all gradients (undefined, not zero): backward then stores fresh ones instead of adding.
+  void zero_grad();
+
+  const NamedTensors& parameters() const { return parameters_; }
+
+  /// First and second moments, and step counts (fp32, 0-dim), by parameter name in registration order. Live tensors:
+  /// a checkpoint is loaded by copying into them.
+  NamedTensors exp_avg() const;
+  NamedTensors exp_avg_sq() const;
+  NamedTensors steps() const;
+
+ private:
+  struct Group {
+    double weight_decay;
+    std::vector<at::Tensor> parameters, exp_avg, exp_avg_sq, steps;
+  };
+  NamedTensors parameters_;
+  std::vector<at::Tensor> exp_avg_, exp_avg_sq_, steps_;  // in registration order
+  std::vector<Group> groups_;                             // the same tensors, by weight decay
+  AdamWOptions options_;
+};
+
+/// Learning rate of a step (counted from 1): linear warm-up over `warmup` steps, then constant, or a cosine that falls
+/// to `min_ratio` x lr at step `total`.
+struct LrSchedule {
+  enum class Kind { constant, cosine };
+  Kind kind = Kind::constant;
+  double lr = 1e-3;
+  int64_t warmup = 0;
+  int64_t total = 0;
+  double min_ratio = 0.1;
+  double at(int64_t step) const;
+};
+
+/// The 2-norm over all gradients, a 0-dim tensor on their device: sqrt of the sum of squares, in fp32 (fp64 in fp64).
+at::Tensor gradient_norm(const std::vector<at::Tensor>& gradients);
+
+/// Scales the gradients in place by min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does; the
+/// factor stays on the device, so the host never waits. clip_norm <= 0 leaves them alone.
+void clip_gradients(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, double clip_norm);
+
+/// The defined gradients of `parameters`, in order.
+std::vector<at::Tensor> gradients_of(const NamedTensors& parameters);
+
+}  // namespace mgp

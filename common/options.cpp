@@ -1,0 +1,350 @@
+#include "common/options.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/cuda.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+
+#include "common/atomic_file.hpp"
+#include "common/error.hpp"
+#include "common/text.hpp"
+
+namespace mgp {
+namespace {
+
+/// Texts that need a second look after parsing; the rest goes straight into Options.
+struct RawOptions {
+  std::string precision = "fp32", debug, lr_schedule = "constant", save;
+  std::vector<std::string> inject;
+  int64_t vocab_size = 0, seq_len = 0, dim = 0, heads = 0, layers = 0, mlp_dim = 0, classes = 0;
+  bool help = false, help_all = false;
+};
+
+const char* kShort = "Options";
+constexpr double kPresetLr = -1.0;  // no --lr was given: settle() takes the preset's
+
+/// Declares every shared flag. Flags of the group "More options" show only in --help-all.
+void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
+  const std::string more = all ? "More options" : "";  // CLI11 hides options of the group ""
+  app.set_help_flag();
+  app.add_flag("-h,--help", raw.help, "the options most needed")->group(kShort);
+  app.add_flag("--help-all", raw.help_all, "all options")->group(kShort);
+
+  app.add_option("--preset", o.preset, "model size: tiny, small or base (base on GPUs, tiny on CPUs)")->group(kShort);
+  app.add_option("--model", o.model_kind, "classifier (Transformer encoder) or mlp")->group(kShort);
+  app.add_option("--steps", o.steps, "the run ends after this optimizer step (50)")->group(kShort);
+  app.add_option("--batch-size", o.batch_size, "rows per data-parallel rank (base 32, small 16, tiny 8)")->group(kShort);
+  app.add_option("--accumulate", o.accumulate, "cut a rank's rows into K backward passes, one gradient exchange (1)")
+      ->group(kShort);
+  app.add_option("--device", o.device, "auto, cpu, cuda or a GPU's index")->group(kShort);
+  app.add_option("--precision", raw.precision, "fp32, tf32, bf16 (autocast) or fp64")->group(kShort);
+  app.add_option("--data", o.data, "fresh, or repeat: one batch again and again, the loss must fall")->group(kShort);
+  app.add_flag("--verify", o.verify, "prove equality with one device; exit code 3 on a difference")->group(kShort);
+  app.add_option("--save", raw.save, "write a full-state checkpoint at the end [FILE.pt]")->expected(0, 1)->group(kShort);
+  app.add_option("--load", o.load, "continue from a checkpoint")->group(kShort);
+  app.add_flag("--predict", o.predict, "print memory and bytes per step without a device, and stop")->group(kShort);
+
+  app.add_option("--vocab-size", raw.vocab_size, "V, instead of the preset's")->group(more);
+  app.add_option("--seq-len", raw.seq_len, "T, instead of the preset's")->group(more);
+  app.add_option("--dim", raw.dim, "C, instead of the preset's")->group(more);
+  app.add_option("--heads", raw.heads, "H, instead of the preset's")->group(more);
+  app.add_option("--layers", raw.layers, "layers, instead of the preset's")->group(more);
+  app.add_option("--mlp-dim", raw.mlp_dim, "F, instead of the preset's")->group(more);
+  app.add_option("--classes", raw.classes, "classes, instead of the preset's")->group(more);
+  app.add_option("--warmup-steps", o.warmup_steps, "steps left out of the timings (5)")->group(more);
+  app.add_option("--log-every", o.log_every, "print a progress line every N steps (10); only then the host waits")
+      ->group(more);
+  app.add_option("--global-batch-size", o.global_batch_size, "rows of the whole step, cut over the ranks")->group(more);
+  app.add_flag("--deterministic", o.deterministic, "the same bits in each run: algorithms and attention pinned")
+      ->group(more);
+  app.add_option("--seed", o.seed, "seed of data and initial values (1234)")->group(more);
+  app.add_option("--lr", o.lr.lr, "AdamW's learning rate (tiny 0.001, small 0.0005, base 0.0003)")->group(more);
+  app.add_option("--lr-schedule", raw.lr_schedule, "constant or cosine")->group(more);
+  app.add_option("--lr-warmup-steps", o.lr.warmup, "linear warm-up of the learning rate (0)")->group(more);
+  app.add_option("--weight-decay", o.adamw.weight_decay, "on matrices, not on biases, norms and positions (0.01)")
+      ->group(more);
+  app.add_option("--clip-norm", o.clip_norm, "limit of the global gradient norm, 0 for none (1)")->group(more);
+  app.add_option("--dropout", o.dropout, "dropout probability (0)")->group(more);
+  app.add_option("--save-every", o.save_every, "also save every N steps (0: only at the end)")->group(more);
+  app.add_flag("--resume", o.resume, "load the --save file if it is there")->group(more);
+  app.add_option("--dump-batches", o.dump_batches, "write the global batches that were trained on [FILE.safetensors]")
+      ->group(more);
+  app.add_option("--dump-gradients", o.dump_gradients, "write the first step's gradients before clipping [FILE.safetensors]")
+      ->group(more);
+  app.add_option("--metrics", o.metrics, "write one JSON object per step and one for the run [FILE.jsonl]")->group(more);
+  app.add_option("--world", o.world, "ranks to predict for, with --predict")->group(more);
+  app.add_option("--debug", raw.debug, "off, info (log each collective) or detail (prove that all ranks agree first)")
+      ->group(more);
+  app.add_option("--comm-timeout", o.comm_timeout, "seconds that a collective may take (300)")->group(more);
+  app.add_option("--inject", raw.inject, "planned fault KIND@RANK,STEP; KIND: exit, throw, segv, stall")->group(more)
+      ->allow_extra_args(false);
+  app.add_flag("--environment", o.environment, "print versions, devices and launcher, and stop")->group(more);
+}
+
+[[noreturn]] void refuse(const std::string& line) { throw UsageError(line); }
+
+template <typename T>
+void at_least(const char* flag, T value, T limit) {
+  if (!(value >= limit)) refuse(fmt::format("{} is {}: must be at least {}", flag, value, limit));
+}
+
+void one_of(const char* flag, const std::string& value, const std::vector<std::string>& allowed) {
+  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end()) {
+    refuse(fmt::format("{} is '{}': choose {}", flag, value, fmt::join(allowed, ", ")));
+  }
+}
+
+Injection parse_injection(const std::string& text) {
+  Injection injection;
+  char kind[16] = {};
+  int rank = 0;
+  long long step = 0;
+  int used = 0;
+  if (std::sscanf(text.c_str(), "%15[a-z]@%d,%lld%n", kind, &rank, &step, &used) != 3 ||
+      static_cast<size_t>(used) != text.size()) {
+    refuse(fmt::format("--inject is '{}': write KIND@RANK,STEP, for example exit@1,5", text));
+  }
+  one_of("--inject", kind, {"exit", "throw", "segv", "stall"});
+  injection.kind = kind;
+  injection.rank = rank;
+  injection.step = step;
+  return injection;
+}
+
+DebugLevel parse_debug(std::string text) {
+  // The flag wins over our variable, ours over PyTorch's, whose values OFF, INFO and DETAIL mean the same.
+  const char* source = "--debug";
+  for (const char* name : {"MGP_DISTRIBUTED_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}) {
+    const char* value = std::getenv(name);
+    if (text.empty() && value != nullptr && *value != '\0') {
+      text = value;
+      source = name;
+    }
+  }
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  if (text.empty()) return DebugLevel::off;
+  one_of(source, text, {"off", "info", "detail"});
+  return text == "off" ? DebugLevel::off : text == "info" ? DebugLevel::info : DebugLevel::detail;
+}
+
+/// CLI11's message as one line that says what to do.
+std::string explain(const CLI::ParseError& error, const CLI::App& app, const std::vector<std::string>& arguments) {
+  std::string line = error.what();
+  std::replace(line.begin(), line.end(), '\n', ' ');
+  if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr) return line;
+  for (const std::string& argument : arguments) {
+    const std::string flag = argument.substr(0, argument.find('='));
+    if (flag.rfind("--", 0) != 0 || app.get_option_no_throw(flag) != nullptr) continue;
+    std::string nearest;
+    size_t best = 4;  // further away than three edits is no suggestion
+    for (const CLI::Option* option : app.get_options()) {
+      const std::string candidate = "--" + (option->get_lnames().empty() ? "" : option->get_lnames().front());
+      const size_t distance = edit_distance(flag, candidate);
+      if (distance < best) {
+        best = distance;
+        nearest = candidate;
+      }
+    }
+    return nearest.empty() ? fmt::format("unknown option {}; --help-all lists all", flag)
+                           : fmt::format("unknown option {}; did you mean {}?", flag, nearest);
+  }
+  return line + "; --help-all lists all options";
+}
+
+void override_size(int64_t raw, const char* flag, int64_t& size) {
+  if (raw < 0) refuse(fmt::format("{} is {}: must be at least 1", flag, raw));
+  if (raw > 0) size = raw;
+}
+
+/// The sizes that the user gave; applied on top of the preset in settle(), so kept in Options::model until then.
+void keep_overrides(const RawOptions& raw, const CLI::App& app, ModelConfig& model) {
+  const std::pair<const char*, int64_t> given[] = {
+      {"--vocab-size", raw.vocab_size}, {"--seq-len", raw.seq_len}, {"--dim", raw.dim},        {"--heads", raw.heads},
+      {"--layers", raw.layers},         {"--mlp-dim", raw.mlp_dim}, {"--classes", raw.classes}};
+  for (const auto& [flag, value] : given) {
+    if (app.get_option(flag)->count() > 0 && value < 1) refuse(fmt::format("{} is {}: must be at least 1", flag, value));
+  }
+  model.vocab_size = raw.vocab_size;
+  model.seq_len = raw.seq_len;
+  model.dim = raw.dim;
+  model.heads = raw.heads;
+  model.layers = raw.layers;
+  model.mlp_dim = raw.mlp_dim;
+  model.classes = raw.classes;
+}
+
+void check_values(const Options& o) {
+  if (!o.preset.empty()) one_of("--preset", o.preset, {"tiny", "small", "base"});
+  one_of("--model", o.model_kind, {"classifier", "mlp"});
+  one_of("--data", o.data, {"fresh", "repeat"});
+  at_least<int64_t>("--steps", o.steps, 0);
+  at_least<int64_t>("--warmup-steps", o.warmup_steps, 0);
+  at_least<int64_t>("--log-every", o.log_every, 1);
+  at_least<int64_t>("--accumulate", o.accumulate, 1);
+  at_least<int64_t>("--save-every", o.save_every, 0);
+  at_least<int64_t>("--comm-timeout", o.comm_timeout, 1);
+  at_least<int64_t>("--lr-warmup-steps", o.lr.warmup, 0);
+  at_least("--weight-decay", o.adamw.weight_decay, 0.0);
+  at_least("--clip-norm", o.clip_norm, 0.0);
+  if (!(o.dropout >= 0.0 && o.dropout < 1.0)) refuse(fmt::format("--dropout is {}: must be in [0, 1)", o.dropout));
+  for (const double value : {o.lr.lr, o.adamw.weight_decay, o.clip_norm}) {
+    if (!std::isfinite(value)) refuse("--lr, --weight-decay and --clip-norm must be finite numbers");
+  }
+  if (o.verify && o.dropout > 0) refuse(fmt::format("--verify needs --dropout 0, not {}: masks differ by rank", o.dropout));
+  if (o.verify && o.steps == 0) refuse("--verify needs --steps of at least 1, not 0");
+  if (o.save_every > 0 && !o.save) refuse(fmt::format("--save-every {} needs --save [FILE.pt]", o.save_every));
+  if (o.resume && !o.save) refuse("--resume needs --save [FILE.pt], the file to resume from and to write");
+  if (o.resume && !o.load.empty()) refuse("--resume and --load both name a checkpoint: give one of them");
+  if (o.world != 0 && !o.predict) refuse(fmt::format("--world {} goes with --predict; a launcher sets the ranks", o.world));
+  if (o.world < 0) refuse(fmt::format("--world is {}: must be at least 1", o.world));
+}
+
+}  // namespace
+
+SyntheticTokens::Mode Options::data_mode() const {
+  return data == "repeat" ? SyntheticTokens::Mode::repeat : SyntheticTokens::Mode::fresh;
+}
+
+std::string help_text(const TrainerInfo& trainer, bool all, const ExtraFlags& extra) {
+  Options options;
+  RawOptions raw;
+  CLI::App app(trainer.summary, trainer.name);
+  declare(app, options, raw, all);
+  if (extra) extra(app);
+  return app.help();
+}
+
+void parse_options(int argc, char** argv, const TrainerInfo& trainer, Options& options, const ExtraFlags& extra) {
+  options.trainer = trainer;
+  options.lr.lr = kPresetLr;
+  RawOptions raw;
+  CLI::App app(trainer.summary, trainer.name);
+  declare(app, options, raw, /*all=*/true);
+  if (extra) extra(app);
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  options.command = fmt::format("{} {}", trainer.name, fmt::join(arguments, " "));
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    refuse(explain(error, app, arguments));
+  }
+  if (raw.help || raw.help_all) {
+    if (detect_launch().rank == 0) fmt::print("{}", help_text(trainer, raw.help_all, extra));
+    throw HelpShown{};
+  }
+  for (const auto& flag : {"--batch-size", "--global-batch-size"}) {
+    const int64_t value = std::string(flag) == "--batch-size" ? options.batch_size : options.global_batch_size;
+    if (app.get_option(flag)->count() > 0) at_least<int64_t>(flag, value, 1);
+  }
+  if (app.get_option("--world")->count() > 0) at_least("--world", options.world, 1);
+  if (app.get_option("--lr")->count() > 0) at_least("--lr", options.lr.lr, 0.0);
+  if (options.batch_size > 0 && options.global_batch_size > 0) {
+    refuse(fmt::format("--batch-size {} and --global-batch-size {} both set the batch: give one of them",
+                       options.batch_size, options.global_batch_size));
+  }
+  options.precision = parse_precision(raw.precision);
+  options.debug = parse_debug(raw.debug);
+  one_of("--lr-schedule", raw.lr_schedule, {"constant", "cosine"});
+  options.lr.kind = raw.lr_schedule == "cosine" ? LrSchedule::Kind::cosine : LrSchedule::Kind::constant;
+  options.lr.total = options.steps;
+  for (const std::string& text : raw.inject) options.inject.push_back(parse_injection(text));
+  if (app.get_option("--save")->count() > 0) {
+    options.save = raw.save.empty() ? trainer.pattern + "_tiny_transformer_full_state.pt" : raw.save;
+  }
+  keep_overrides(raw, app, options.model);
+  check_values(options);
+}
+
+void settle(Options& options, const Launch& launch) {
+  if (!options.trainer.many_ranks && launch.world_size > 1) {
+    refuse(fmt::format("{} runs in one process, but {} started {} ranks: start it without a launcher",
+                       options.trainer.name, launch.launcher, launch.world_size));
+  }
+  if (options.world == 0 || !options.predict) options.world = launch.world_size;
+  if (options.world > 1 && !options.trainer.many_ranks) {
+    refuse(fmt::format("{} runs in one process: --world {} has no meaning here", options.trainer.name, options.world));
+  }
+  // A prediction is about GPUs, wherever it is made; everything else depends on what this machine has.
+  options.cuda = options.device != "cpu" && (options.predict || options.device != "auto" || torch::cuda::is_available());
+  if (options.preset.empty()) options.preset = options.cuda ? "base" : "tiny";
+  if (!options.cuda && options.precision == Precision::tf32) {
+    refuse("--precision tf32 needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU");
+  }
+
+  const ModelConfig given = options.model;
+  options.model = preset_config(options.preset, options.model_kind == "mlp" ? ModelKind::mlp : ModelKind::classifier);
+  override_size(given.vocab_size, "--vocab-size", options.model.vocab_size);
+  override_size(given.seq_len, "--seq-len", options.model.seq_len);
+  override_size(given.dim, "--dim", options.model.dim);
+  override_size(given.heads, "--heads", options.model.heads);
+  override_size(given.layers, "--layers", options.model.layers);
+  override_size(given.mlp_dim, "--mlp-dim", options.model.mlp_dim);
+  override_size(given.classes, "--classes", options.model.classes);
+  options.model.dropout = options.dropout;
+  check_config(options.model);
+
+  if (options.lr.lr == kPresetLr) {
+    options.lr.lr = options.preset == "base" ? 3e-4 : options.preset == "small" ? 5e-4 : 1e-3;
+  }
+  const int64_t ranks = options.world;
+  if (options.global_batch_size == 0) {
+    if (options.batch_size == 0) options.batch_size = options.preset == "base" ? 32 : options.preset == "small" ? 16 : 8;
+    options.global_batch_size = options.batch_size * ranks;
+  }
+  options.batch_size = slice_rows(options.global_batch_size, 0, ranks).size();  // the largest rank's rows
+  if (options.global_batch_size < ranks * options.accumulate) {
+    refuse(fmt::format("a global batch of {} rows cut over {} rank{} x --accumulate {} leaves a part empty: at least {} "
+                       "rows are needed (--global-batch-size or --batch-size)",
+                       options.global_batch_size, ranks, ranks == 1 ? "" : "s", options.accumulate,
+                       ranks * options.accumulate));
+  }
+
+  for (const auto& [flag, path] : {std::pair<const char*, std::string>{"--save", options.save.value_or("")},
+                                   {"--metrics", options.metrics},
+                                   {"--dump-batches", options.dump_batches},
+                                   {"--dump-gradients", options.dump_gradients}}) {
+    if (!path.empty() && launch.rank == 0) check_writable(path, flag);
+  }
+  if (options.resume && ::access(options.save->c_str(), F_OK) == 0) options.load = *options.save;
+  if (!options.load.empty() && ::access(options.load.c_str(), R_OK) != 0) {
+    refuse(fmt::format("--load {}: {}", options.load, std::strerror(errno)));
+  }
+}
+
+std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
+  const ModelConfig& m = o.model;
+  const int64_t tokens = o.global_batch_size * m.seq_len;
+  std::vector<std::pair<std::string, std::string>> rows = {
+      {"command", o.command},
+      {"model", fmt::format("{} {}: {} parameters", o.preset, o.model_kind, with_commas(parameter_count(m)))},
+      {"sizes", fmt::format("V {}  T {}  C {}  H {}  layers {}  F {}  classes {}", m.vocab_size, m.seq_len, m.dim, m.heads,
+                            m.layers, m.mlp_dim, m.classes)},
+      {"ranks", fmt::format("{} on {}", o.world, o.cuda ? "GPUs" : "CPUs")},
+      {"batch", fmt::format("{} rows a step = {} rank{} x {}{}, {} tokens", o.global_batch_size, o.world,
+                            o.world == 1 ? "" : "s", o.batch_size,
+                            o.global_batch_size % o.world != 0 ? " or one less" : "", with_commas(tokens))},
+      {"accumulate", fmt::format("{} backward pass{} a step", o.accumulate, o.accumulate == 1 ? "" : "es")},
+      {"precision", to_string(o.precision) + (o.precision == Precision::bf16 ? " autocast, fp32 weights" : "")},
+      {"data", fmt::format("{}, seed {}", o.data, o.seed)},
+      {"optimizer", fmt::format("fused AdamW, lr {} ({}, warm-up {}), weight decay {}, clip norm {}", o.lr.lr,
+                                o.lr.kind == LrSchedule::Kind::cosine ? "cosine" : "constant", o.lr.warmup,
+                                o.adamw.weight_decay, o.clip_norm)},
+      {"dropout", fmt::format("{}", o.dropout)},
+      {"deterministic", o.deterministic ? "yes" : "no"},
+      {"steps", fmt::format("to {}, {} left out of the timings, a line every {}", o.steps, o.warmup_steps, o.log_every)},
+  };
+  if (!o.load.empty()) rows.emplace_back("load", o.load);
+  if (o.save) rows.emplace_back("save", *o.save + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
+  if (!o.metrics.empty()) rows.emplace_back("metrics", o.metrics);
+  rows.emplace_back("communication",
+                    fmt::format("deadline {} s, debug {}", o.comm_timeout,
+                                o.debug == DebugLevel::off ? "off" : o.debug == DebugLevel::info ? "info" : "detail"));
+  if (!o.inject.empty()) rows.emplace_back("inject", fmt::format("{} planned faults", o.inject.size()));
+  return rows;
+}
+
+}  // namespace mgp

@@ -1,0 +1,106 @@
+// The one command line of all trainers: declared once, shown as a table, checked before anything is allocated.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/communicator.hpp"
+#include "common/data.hpp"
+#include "common/launch.hpp"
+#include "common/model_config.hpp"
+#include "common/optimizer.hpp"
+#include "common/precision.hpp"
+
+namespace CLI {
+class App;
+}
+
+namespace mgp {
+
+/// What a trainer is, for help, banner and file names.
+struct TrainerInfo {
+  std::string name;     ///< "train_ddp"
+  std::string pattern;  ///< "ddp": prefix of its artifacts
+  std::string summary;  ///< one line
+  /// Ranks that cut the global batch between them; false for a trainer that runs in one process.
+  bool many_ranks = true;
+};
+
+/// A fault on purpose, for tests: `--inject exit@1,5` ends rank 1 in step 5. Kinds: exit, throw, segv, stall.
+struct Injection {
+  std::string kind;
+  int rank = -1;
+  int64_t step = -1;
+};
+
+struct Options {
+  TrainerInfo trainer;
+  std::string command;  ///< the command line, for the record
+
+  // model
+  std::string preset;  ///< "" until settle(): base on GPUs, tiny on CPUs
+  std::string model_kind = "classifier";
+  ModelConfig model;  ///< complete after settle()
+  // steps and batches
+  int64_t steps = 50;
+  int64_t warmup_steps = 5;
+  int64_t log_every = 10;
+  int64_t batch_size = 0;         ///< rows per data-parallel rank; 0 until settle()
+  int64_t global_batch_size = 0;  ///< rows of the whole step; 0 until settle()
+  int64_t accumulate = 1;
+  std::string data = "fresh";
+  uint64_t seed = 1234;
+  double dropout = 0.0;
+  // device and arithmetic
+  std::string device = "auto";
+  bool cuda = false;  ///< after settle(): the ranks run on GPUs
+  Precision precision = Precision::fp32;
+  bool deterministic = false;
+  // optimizer
+  double clip_norm = 1.0;
+  AdamWOptions adamw;
+  LrSchedule lr;
+  // proof, checkpoints, records
+  bool verify = false;
+  std::optional<std::string> save;  ///< file, or the trainer's artifact name
+  int64_t save_every = 0;
+  std::string load;
+  bool resume = false;
+  std::string dump_batches, dump_gradients, metrics;
+  bool predict = false;
+  int world = 0;  ///< --world for --predict; after settle() the number of ranks
+  DebugLevel debug = DebugLevel::off;
+  int64_t comm_timeout = 300;
+  std::vector<Injection> inject;
+  bool environment = false;
+
+  SyntheticTokens::Mode data_mode() const;
+  CommOptions comm() const { return {std::chrono::seconds(comm_timeout), debug}; }
+};
+
+/// Thrown after --help or --help-all was printed: the program is done, exit code 0.
+struct HelpShown {};
+
+/// Adds a trainer's own flags beside the shared ones.
+using ExtraFlags = std::function<void(CLI::App&)>;
+
+/// Parses the command line into `options` (a trainer's options derive from Options only to add fields). Throws UsageError
+/// in one line for unknown flags and values out of range, HelpShown after help. Only rank 0 prints.
+void parse_options(int argc, char** argv, const TrainerInfo& trainer, Options& options, const ExtraFlags& extra = {});
+
+/// Decides what depends on the launch and on the devices there (preset, batch sizes, world size) and checks the whole
+/// configuration: sizes, batches against ranks, files. Nothing is allocated and CUDA is only asked for the number of
+/// devices. Throws UsageError.
+void settle(Options& options, const Launch& launch);
+
+/// Rows (name, value) of the settings table; every effective setting, derived ones included.
+std::vector<std::pair<std::string, std::string>> settings(const Options& options);
+
+/// Help text as --help or --help-all prints it. The README is tested against it.
+std::string help_text(const TrainerInfo& trainer, bool all, const ExtraFlags& extra = {});
+
+}  // namespace mgp

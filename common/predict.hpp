@@ -1,0 +1,57 @@
+// What a run will need, from the configuration alone: bytes of memory per rank by kind, and calls and bytes on the wire.
+// The formulas live here and nowhere else; the report prints them beside the measured numbers.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/options.hpp"
+
+namespace mgp {
+
+/// Bytes on one rank's device. `peak()` is what the allocator's peak should read.
+struct MemoryPrediction {
+  int64_t parameters = 0;
+  int64_t optimizer = 0;              ///< AdamW's two moments and step counts
+  int64_t communication_buffers = 0;  ///< DDP: the buckets, in which the gradients live
+  int64_t gradients = 0;              ///< those outside of buckets, at the moment of the peak
+  int64_t activations = 0;            ///< kept by forward for backward, and backward's own temporaries
+  int64_t workspace = 0;              ///< cuBLAS
+  int64_t peak() const {
+    return parameters + optimizer + communication_buffers + gradients + activations + workspace;
+  }
+};
+
+/// What a pattern changes in the memory of plain data parallel training.
+struct MemoryPattern {
+  bool gradients_in_buckets = false;  ///< persistent flat buffers of the size of all gradients
+};
+
+/// Activations that forward keeps for backward, for `rows` rows, in bytes. Counted tensor by tensor in predict.cpp
+/// (compare Korthikanti et al., arXiv 2205.05198, section 4).
+int64_t activation_bytes(const ModelConfig& config, Precision precision, bool math_attention, int64_t rows);
+
+MemoryPrediction predict_memory(const Options& options, const MemoryPattern& pattern);
+
+/// The largest rows per rank whose prediction fits into `free_bytes`; 0 if not even one row does.
+int64_t largest_batch(Options options, const MemoryPattern& pattern, int64_t free_bytes);
+
+/// Calls of one kind in one step.
+struct CallPrediction {
+  std::string call;           ///< "all_reduce"
+  int64_t first_step_calls = 0;  ///< DDP's first step uses other buckets than the rest
+  int64_t calls = 0;
+  int64_t payload_bytes = 0;  ///< bytes per step, as the ledger counts them
+  std::string formula;        ///< in words and symbols, for the table
+};
+
+/// Bytes that a ring sends past each rank for `payload` bytes (nccl-tests doc/PERFORMANCE.md): all_reduce 2(n-1)/n,
+/// all_gather and reduce_scatter (n-1)/n, broadcast, reduce, send and recv 1. A model: NCCL may choose other algorithms.
+double wire_bytes(const std::string& call, double payload, int ranks);
+
+/// The tables of --predict and of the banner.
+std::string memory_table(const MemoryPrediction& prediction);
+std::string call_table(const std::vector<CallPrediction>& calls, int ranks);
+
+}  // namespace mgp

@@ -1,0 +1,316 @@
+#include "common/report.hpp"
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "common/text.hpp"
+
+#if MGP_WITH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#endif
+
+namespace mgp {
+namespace {
+
+/// Peak resident host memory of this process in bytes (VmHWM).
+int64_t host_peak_bytes() {
+  std::ifstream status("/proc/self/status");
+  std::string word;
+  while (status >> word) {
+    if (word == "VmHWM:") {
+      int64_t kib = 0;
+      status >> kib;
+      return kib * 1024;
+    }
+  }
+  return 0;
+}
+
+std::string ratio_text(double measured, double predicted) {
+  return predicted > 0 ? fmt::format("{:+.1f}%", 100.0 * (measured / predicted - 1.0)) : "";
+}
+
+std::vector<LedgerRow> difference(const std::vector<LedgerRow>& now, const std::vector<LedgerRow>& before) {
+  std::vector<LedgerRow> result;
+  for (LedgerRow row : now) {
+    if (row.purpose != Purpose::training) continue;
+    for (const LedgerRow& old : before) {
+      if (old.group == row.group && old.call == row.call && old.purpose == row.purpose) {
+        row.calls -= old.calls;
+        row.payload_bytes -= old.payload_bytes;
+      }
+    }
+    if (row.calls != 0) result.push_back(row);
+  }
+  return result;
+}
+
+LedgerRow sum_of(const std::vector<LedgerRow>& rows, const std::string& call) {
+  LedgerRow total;
+  for (const LedgerRow& row : rows) {
+    if (row.call != call) continue;
+    total.calls += row.calls;
+    total.payload_bytes += row.payload_bytes;
+  }
+  return total;
+}
+
+}  // namespace
+
+std::vector<std::vector<std::string>> to_rows(const std::vector<std::pair<std::string, std::string>>& pairs) {
+  std::vector<std::vector<std::string>> rows;
+  for (const auto& [name, value] : pairs) rows.push_back({name, value});
+  return rows;
+}
+
+std::string banner(const Options& options, const Launch& launch, const std::vector<DeviceFacts>& devices,
+                   const std::string& wire) {
+  std::string text = table(options.trainer.summary, to_rows(settings(options)), /*head=*/false);
+  text += fmt::format("world {}, launched by {}{}, wire {}\n", launch.world_size, launch.launcher,
+                      launch.matched.empty() ? "" : " (" + launch.matched + ")", wire);
+  std::vector<std::vector<std::string>> rows = {{"rank", "pid", "host", "device", "nvidia-smi", "uuid", "name", "memory", "threads"}};
+  for (const DeviceFacts& d : devices) {
+    rows.push_back({std::to_string(d.rank), std::to_string(d.pid), d.host, d.device,
+                    d.physical >= 0 ? "GPU " + std::to_string(d.physical) : "-", d.uuid.empty() ? "-" : d.uuid, d.name,
+                    human_bytes(static_cast<double>(d.total_bytes)), std::to_string(d.threads)});
+  }
+  text += table("devices", rows, /*head=*/true);
+  if (launch.share_gpu && launch.local_size > 1) {
+    text += fmt::format("{} ranks share one GPU: the collectives are real, the times mean nothing\n", launch.local_size);
+  }
+  return text;
+}
+
+std::string environment_report(const Launch& launch) {
+  std::string text = table("environment", to_rows(environment_lines()), /*head=*/false);
+  text += fmt::format("launcher {}: rank {} of {}, local rank {} of {}{}\n", launch.launcher, launch.rank, launch.world_size,
+                      launch.local_rank, launch.local_size, launch.matched.empty() ? "" : " (" + launch.matched + ")");
+  return text;
+}
+
+std::string memory_row(const Launch& launch, [[maybe_unused]] at::Device device) {
+  int64_t allocated = 0, reserved = 0;
+#if MGP_WITH_CUDA
+  if (device.is_cuda()) {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
+    allocated = stats.allocated_bytes[0].peak;
+    reserved = stats.reserved_bytes[0].peak;
+  }
+#endif
+  return fmt::format("{} {} {} {}", launch.rank, allocated, reserved, host_peak_bytes());
+}
+
+void Report::begin(const Options& options, const Launch& launch, at::Device device, const std::vector<DeviceFacts>& devices) {
+  options_ = options;
+  launch_ = launch;
+  cuda_ = device.is_cuda();
+  devices_ = devices;
+  peak_tflops_ = cuda_ ? peak_tflops(devices.at(0).name, to_string(options.precision)) : 0;
+  started_ = std::chrono::steady_clock::now();
+}
+
+StepNumbers Report::read(const PendingStep& p, double loss, double norm) {
+  StepNumbers n;
+  n.step = p.step;
+  n.loss = loss;
+  n.grad_norm = norm;
+  n.learning_rate = p.learning_rate;
+  n.ms = Moment::milliseconds(p.began, p.ended);
+  if (p.times.wait_ended.valid()) {
+    n.exposed_ms = std::max(0.0, Moment::milliseconds(p.times.wait_began, p.times.wait_ended));
+    n.lead_ms = Moment::milliseconds(p.times.first_call_began, p.times.backward_ended);
+    tail_label_ = p.times.last_label;
+    tail_bytes_ = p.times.last_bytes;
+  }
+  const std::vector<LedgerRow> calls = difference(p.ledger, previous_ledger_);
+  previous_ledger_ = p.ledger;
+  for (const LedgerRow& row : calls) {
+    n.comm_calls += row.calls;
+    n.comm_bytes += row.payload_bytes;
+  }
+  step_ledgers_.push_back(calls);
+  const double seconds = n.ms / 1000.0;
+  if (seconds > 0) {
+    n.tokens_per_second = static_cast<double>(options_.global_batch_size * options_.model.seq_len) / seconds;
+    n.tflops = flops_per_step(options_.model, options_.global_batch_size) / launch_.world_size / seconds / 1e12;
+    if (peak_tflops_ > 0) n.mfu = n.tflops / peak_tflops_;
+  }
+  steps_.push_back(n);
+  last_ = n;
+  return n;
+}
+
+template <typename Member>
+double Report::median(Member member) const {
+  std::vector<double> values;
+  const int64_t first = steps_.empty() ? 0 : steps_.front().step;
+  for (int pass = 0; pass < 2 && values.empty(); ++pass) {
+    for (const StepNumbers& n : steps_) {
+      if ((pass == 1 || n.step >= first + options_.warmup_steps) && !std::isnan(n.*member)) values.push_back(n.*member);
+    }
+  }
+  if (values.empty()) return NAN;
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : 0.5 * (values[middle - 1] + values[middle]);
+}
+
+std::string Report::progress_line() const {
+  const double step_ms = median(&StepNumbers::ms);
+  std::string line = fmt::format("step {:>5}/{}  loss {:.6f}  grad norm {:.4f}  lr {:.2e}  {:.2f} ms  {} tokens/s  {:.2f} TFLOP/s",
+                                 last_.step, options_.steps, last_.loss, last_.grad_norm, last_.learning_rate, last_.ms,
+                                 with_commas(static_cast<int64_t>(last_.tokens_per_second)), last_.tflops);
+  if (!std::isnan(last_.mfu)) line += fmt::format("  MFU {:.1f}%", 100.0 * last_.mfu);
+  if (!std::isnan(last_.exposed_ms)) line += fmt::format("  exposed {:.2f} ms", last_.exposed_ms);
+  line += fmt::format("  ETA {}\n", human_seconds(static_cast<double>(options_.steps - last_.step) * step_ms / 1000.0));
+  return line;
+}
+
+std::string Report::memory_report(const MemoryPrediction& p, const std::vector<std::pair<std::string, int64_t>>& kinds,
+                                  const std::vector<std::string>& rank_rows) const {
+  std::vector<std::vector<std::string>> rows;
+  const auto mib = [](double bytes) { return fmt::format("{:.1f}", bytes / (1024.0 * 1024.0)); };
+  if (cuda_) {
+    // Only what the allocator has seen can be measured: on a CPU there is no such thing, so no second column there.
+    rows.push_back({"kind (MiB, rank 0)", "predicted", "measured", "difference"});
+    int64_t known = 0;
+    for (const auto& [kind, measured] : kinds) {
+      const int64_t predicted = kind == "parameters"  ? p.parameters
+                                : kind == "optimizer" ? p.optimizer
+                                                      : p.communication_buffers;
+      rows.push_back({kind, mib(static_cast<double>(predicted)), mib(static_cast<double>(measured)),
+                      ratio_text(static_cast<double>(measured), static_cast<double>(predicted))});
+      known += measured;
+    }
+    int64_t rank = 0, allocated = 0, reserved = 0, host = 0;
+    std::istringstream(rank_rows.at(0)) >> rank >> allocated >> reserved >> host;
+    const double rest = static_cast<double>(p.activations + p.gradients + p.workspace);
+    rows.push_back({"activations, gradients, workspace", mib(rest), mib(static_cast<double>(allocated - known)),
+                    ratio_text(static_cast<double>(allocated - known), rest)});
+    rows.push_back({"peak", mib(static_cast<double>(p.peak())), mib(static_cast<double>(allocated)),
+                    ratio_text(static_cast<double>(allocated), static_cast<double>(p.peak()))});
+  }
+  std::string text = rows.empty() ? "" : table("memory, predicted and measured", rows, true);
+  std::vector<std::vector<std::string>> ranks = {
+      cuda_ ? std::vector<std::string>{"rank", "peak allocated MiB", "peak reserved MiB", "host peak MiB"}
+            : std::vector<std::string>{"rank", "host peak MiB (program and libraries included)"}};
+  for (const std::string& row : rank_rows) {
+    int64_t rank = 0, allocated = 0, reserved = 0, host = 0;
+    std::istringstream(row) >> rank >> allocated >> reserved >> host;
+    ranks.push_back({std::to_string(rank)});
+    if (cuda_) {
+      ranks.back().push_back(mib(static_cast<double>(allocated)));
+      ranks.back().push_back(mib(static_cast<double>(reserved)));
+    }
+    ranks.back().push_back(mib(static_cast<double>(host)));
+  }
+  return text + table("peak memory by rank", ranks, true);
+}
+
+std::string Report::ledger_report(const std::vector<CallPrediction>& predicted, const std::vector<LedgerRow>& measured,
+                                  bool& equal) const {
+  std::vector<std::vector<std::string>> rows = {{"per step", "predicted calls", "measured", "predicted bytes", "measured", ""}};
+  equal = true;
+  // A resumed run has no first step of the other kind: its buckets were saved.
+  const bool has_first = !steps_.empty() && steps_.front().step == 1;
+  for (const CallPrediction& call : predicted) {
+    for (size_t i = 0; i < step_ledgers_.size(); ++i) {
+      const LedgerRow row = sum_of(step_ledgers_[i], call.call);
+      const int64_t calls = has_first && i == 0 ? call.first_step_calls : call.calls;
+      const bool same = row.calls == calls && row.payload_bytes == call.payload_bytes;
+      if (i == 0 || (has_first && i == 1) || !same) {
+        const int64_t step = steps_[i].step;
+        const std::string label = i == 0 && has_first ? "step 1" : same ? fmt::format("steps {}...", step) : fmt::format("step {}", step);
+        rows.push_back({label + " " + call.call, std::to_string(calls), std::to_string(row.calls),
+                        with_commas(call.payload_bytes), with_commas(row.payload_bytes), same ? "equal" : "DIFFERENT"});
+      }
+      equal = equal && same;
+    }
+  }
+  std::string text = predicted.empty() ? "" : table("wire, predicted and measured", rows, true);
+  std::vector<std::vector<std::string>> all = {{"group", "call", "for", "calls", "payload bytes", "seconds"}};
+  for (const LedgerRow& row : measured) {
+    all.push_back({row.group, row.call, row.purpose == Purpose::training ? "training" : "bookkeeping", std::to_string(row.calls),
+                   with_commas(row.payload_bytes), fmt::format("{:.3f}", row.seconds)});
+  }
+  return text + table("byte ledger of rank 0, whole run", all, true);
+}
+
+std::string Report::summary() const {
+  if (steps_.empty()) return "no step was taken\n";
+  const double ms = median(&StepNumbers::ms);
+  double lowest = steps_.back().ms, highest = lowest;
+  const int64_t first = steps_.front().step;
+  for (const StepNumbers& n : steps_) {
+    if (n.step < first + options_.warmup_steps) continue;
+    lowest = std::min(lowest, n.ms);
+    highest = std::max(highest, n.ms);
+  }
+  std::string text = fmt::format("step time {:.2f} ms median ({:.2f} to {:.2f}), {} tokens/s, {:.2f} TFLOP/s per rank\n", ms,
+                                 lowest, highest, with_commas(static_cast<int64_t>(median(&StepNumbers::tokens_per_second))),
+                                 median(&StepNumbers::tflops));
+  const double exposed = median(&StepNumbers::exposed_ms);
+  if (!std::isnan(exposed)) {
+    const double lead = median(&StepNumbers::lead_ms);
+    text += fmt::format("communication: the first all-reduce began {:.2f} ms {} backward ended; exposed {:.2f} ms a step ({:.1f}%)\n",
+                        std::abs(lead), lead > 0 ? "before" : "AFTER", exposed, ms > 0 ? 100.0 * exposed / ms : 0.0);
+    text += fmt::format("exposed tail: {} ({})\n", tail_label_, human_bytes(static_cast<double>(tail_bytes_)));
+  }
+  text += fmt::format("parameters after step {}: hash {:016x}{}\n", last_.step, parameter_hash_,
+                      !ranks_equal_           ? ", NOT equal on all ranks"
+                      : launch_.world_size > 1 ? fmt::format(", equal on all {} ranks", launch_.world_size)
+                                               : "");
+  return text;
+}
+
+nlohmann::json Report::run_object(const MemoryPrediction& predicted, const std::vector<std::string>& rank_memory,
+                                  const std::vector<LedgerRow>& ledger) const {
+  using nlohmann::json;
+  json object = {{"kind", "run"}, {"schema", 1}, {"trainer", options_.trainer.name}, {"command", options_.command}};
+  for (const auto& [name, value] : environment_lines()) object["environment"][name] = value;
+  for (const auto& [name, value] : settings(options_)) object["settings"][name] = value;
+  for (const DeviceFacts& facts : devices_) object["devices"].push_back(json::parse(serialize(facts)));
+  object["world_size"] = launch_.world_size;
+  object["launcher"] = launch_.launcher;
+  object["precision"] = to_string(options_.precision);
+  object["effective_batch"] = options_.global_batch_size;
+  object["parameters"] = parameter_count(options_.model);
+  object["steps"] = steps_.size();
+  object["ms_median"] = median(&StepNumbers::ms);
+  object["exposed_ms_median"] = median(&StepNumbers::exposed_ms);
+  object["tokens_per_second_median"] = median(&StepNumbers::tokens_per_second);
+  object["tflops_median"] = median(&StepNumbers::tflops);
+  object["mfu_median"] = median(&StepNumbers::mfu);
+  object["seconds_total"] = std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count();
+  object["memory_predicted"] = {{"parameters", predicted.parameters},
+                                {"optimizer", predicted.optimizer},
+                                {"communication_buffers", predicted.communication_buffers},
+                                {"gradients", predicted.gradients},
+                                {"activations", predicted.activations},
+                                {"workspace", predicted.workspace},
+                                {"peak", predicted.peak()}};
+  for (const std::string& row : rank_memory) {
+    int64_t rank = 0, allocated = 0, reserved = 0, host = 0;
+    std::istringstream(row) >> rank >> allocated >> reserved >> host;
+    object["memory_measured"].push_back(
+        {{"rank", rank}, {"peak_allocated", allocated}, {"peak_reserved", reserved}, {"host_peak", host}});
+  }
+  for (const LedgerRow& row : ledger) {
+    object["ledger"].push_back({{"group", row.group},
+                                {"call", row.call},
+                                {"purpose", row.purpose == Purpose::training ? "training" : "bookkeeping"},
+                                {"calls", row.calls},
+                                {"payload_bytes", row.payload_bytes},
+                                {"seconds", row.seconds}});
+  }
+  object["parameter_hash"] = fmt::format("{:016x}", parameter_hash_);
+  return object;
+}
+
+}  // namespace mgp

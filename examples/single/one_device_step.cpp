@@ -1,0 +1,83 @@
+#include "examples/single/one_device_step.hpp"
+
+#include <algorithm>
+
+#include "common/checkpoint.hpp"
+#include "common/data.hpp"
+#include "common/model.hpp"
+#include "common/optimizer.hpp"
+#include "common/precision.hpp"
+
+namespace mgp {
+namespace {
+
+NamedTensors copies(const NamedTensors& tensors) {
+  NamedTensors result;
+  for (const auto& [name, tensor] : tensors) result.emplace_back(name, tensor.detach().to(at::kCPU).clone());
+  return result;
+}
+
+}  // namespace
+
+TrainingRecord train_on_one_device(const Options& options, at::Device device, Precision precision, int64_t last_step) {
+  apply_precision(precision);
+  const SyntheticTokens data(options.model, options.seed, options.global_batch_size, options.data_mode(), device);
+  Model model = make_model(options.model, options.seed, device, storage_dtype(precision));
+  AdamW optimizer(named_parameters(*model), options.adamw);
+  int64_t first_step = 1;
+  if (!options.load.empty()) {
+    const FullState file = load_full_state(options.load);
+    restore(file, optimizer);
+    first_step = file.training.step + 1;
+  }
+
+  TrainingRecord record;
+  record.initial_parameters = copies(optimizer.parameters());
+  // Half of what a rank of the run takes at once: fits where the run fitted, and never the same sums.
+  const int64_t micro_rows = std::max<int64_t>(1, options.batch_size / options.accumulate / 2);
+  const int64_t micro_count = (options.global_batch_size + micro_rows - 1) / micro_rows;
+
+  for (int64_t step = first_step; step <= last_step; ++step) {
+    optimizer.zero_grad();
+    at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
+    for (int64_t micro = 0; micro < micro_count; ++micro) {
+      const RowSlice rows = RowSlice{0, options.global_batch_size}.part(micro, micro_count);
+      const Batch batch = data.rows(step, rows);  // tokens [b, T], labels [b]
+      at::Tensor loss;                            // [], this microbatch's share of the global mean
+      {
+        const Autocast autocast(device, precision);
+        const at::Tensor logits = model->forward(batch.tokens);  // [b, classes]
+        loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
+      }
+      loss.backward();
+      loss_sum += loss.detach().to(at::kDouble);
+    }
+
+    const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
+    if (step == first_step) {
+      for (const auto& [name, parameter] : optimizer.parameters()) {
+        record.first_gradients.emplace_back(name, parameter.grad().detach().to(at::kCPU).clone());
+      }
+    }
+    const at::Tensor norm = gradient_norm(gradients);
+    clip_gradients(gradients, norm, options.clip_norm);
+    optimizer.step(options.lr.at(step));
+    record.losses.push_back(loss_sum.item<double>());
+    record.norms.push_back(norm.item<double>());
+  }
+  record.final_parameters = copies(optimizer.parameters());
+  return record;
+}
+
+Verdict compare_with_one_device(const Options& options, const TrainingRecord& run, at::Device device) {
+  const int64_t first_step = options.load.empty() ? 1 : load_full_state(options.load).training.step + 1;
+  const int64_t last_step = first_step + static_cast<int64_t>(run.losses.size()) - 1;
+  const TrainingRecord same = train_on_one_device(options, device, options.precision, last_step);
+  if (options.precision == Precision::fp32 || options.precision == Precision::fp64) {
+    return compare_exact(run, same, options.precision);
+  }
+  const TrainingRecord fp32 = train_on_one_device(options, device, Precision::fp32, last_step);
+  return compare_low(run, same, fp32);
+}
+
+}  // namespace mgp

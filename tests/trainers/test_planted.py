@@ -1,0 +1,43 @@
+"""Each planted fault (tests/planted/*.patch) is a wrong program; --verify must say so with exit code 3."""
+
+import pathlib
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+import harness
+from harness import TINY
+
+# What each fault needs to show itself: ranks and flags. Every patch must be listed here.
+FAULTS = {
+    "ddp_bucket_never_reduced": (2, []),
+    "ddp_doubled_by_world_size": (2, []),
+    "ddp_last_bucket_not_waited_for": (2, ["--bucket-mb", "0.05"]),
+    "ddp_local_norm": (2, ["--clip-norm", "0.05"]),
+    "ddp_mean_of_means": (3, ["--global-batch-size", "7"]),
+    "ddp_same_rows_on_all_ranks": (2, []),
+    "ddp_accumulation_overwrites": (2, ["--accumulate", "2"]),
+    "ddp_one_norm_gradient_halved": (2, []),
+    "single_accumulation_not_scaled": (1, ["--accumulate", "2"]),
+}
+
+
+class Planted(harness.TrainerTest):
+    def test_every_fault_is_found(self):
+        for name, (ranks, extra) in FAULTS.items():
+            args = TINY + ["--steps", "3", "--verify", "--precision", "fp32"] + extra
+            if "--global-batch-size" not in args:
+                args += ["--batch-size", "4"]
+            with self.subTest(fault=name):
+                result = harness.run(harness.binary(f"planted/{name}"), args, ranks)
+                self.check_code(result, 3)
+                self.assertIn("NOT EQUAL", result.out)
+
+    def test_every_patch_is_listed(self):
+        patches = {p.stem for p in (harness.SOURCE / "tests" / "planted").glob("*.patch")}
+        self.assertEqual(patches, set(FAULTS))
+
+
+if __name__ == "__main__":
+    harness.require("train_single", "train_ddp", *(f"planted/{name}" for name in FAULTS), mpi=True)
+    unittest.main(verbosity=2)

@@ -1,0 +1,94 @@
+// Predictions against sums done by hand.
+#include "common/predict.hpp"
+
+#include <gtest/gtest.h>
+
+#include "examples/ddp/gradient_reducer.hpp"
+#include "examples/ddp/naive_reduce.hpp"
+
+namespace mgp {
+namespace {
+
+Options base_on_gpu(Precision precision, int64_t rows) {
+  Options options;
+  options.preset = "base";
+  options.model = preset_config("base", ModelKind::classifier);
+  options.precision = precision;
+  options.batch_size = rows;
+  options.global_batch_size = rows;
+  options.world = 1;
+  options.cuda = true;
+  return options;
+}
+
+TEST(Predict, ActivationsOfTheBaseModelAreSixteenTimesALayer) {
+  // fp32, memory-efficient attention: 16 tensors of [B, T, C] a layer (T*C*4 = 786,432 bytes a row), statistics apart.
+  const ModelConfig config = preset_config("base", ModelKind::classifier);
+  const int64_t unit = 256 * 768 * 4;
+  const int64_t norms = 2 * 2 * 256 * 4, log_sum_exp = 12 * 256 * 4;
+  const int64_t row = 12 * (16 * unit + norms + log_sum_exp) + unit + norms / 2 + 256 * 8;
+  EXPECT_EQ(activation_bytes(config, Precision::fp32, false, 1), row);
+  EXPECT_EQ(activation_bytes(config, Precision::fp32, false, 32), 32 * row);
+}
+
+TEST(Predict, MathAttentionKeepsTheProbabilities) {
+  const ModelConfig config = preset_config("base", ModelKind::classifier);
+  const int64_t difference = activation_bytes(config, Precision::fp32, true, 1) - activation_bytes(config, Precision::fp32, false, 1);
+  EXPECT_EQ(difference, 12 * (12 * 256 * 256 * 4 + 2 * 256 * 768 * 4 - 12 * 256 * 4));
+}
+
+TEST(Predict, StatesAreSixteenBytesAParameter) {
+  const Options options = base_on_gpu(Precision::fp32, 32);
+  const MemoryPrediction memory = predict_memory(options, {/*gradients_in_buckets=*/true});
+  EXPECT_EQ(memory.parameters, 4 * 109836298);
+  EXPECT_EQ(memory.communication_buffers, 4 * 109836298);
+  EXPECT_NEAR(static_cast<double>(memory.optimizer), 8.0 * 109836298, 1024);
+  EXPECT_EQ(memory.peak(), memory.parameters + memory.optimizer + memory.communication_buffers + memory.gradients +
+                               memory.activations + memory.workspace);
+}
+
+TEST(Predict, LargestBatchIsTheLastThatFits) {
+  Options options = base_on_gpu(Precision::fp32, 4096);
+  const int64_t free_bytes = 16ll << 30;
+  const int64_t rows = largest_batch(options, {}, free_bytes);
+  ASSERT_GT(rows, 0);
+  options.batch_size = rows;
+  EXPECT_LE(predict_memory(options, {}).peak(), free_bytes);
+  options.batch_size = rows + 1;
+  EXPECT_GT(predict_memory(options, {}).peak(), free_bytes);
+  options.batch_size = 4096;
+  EXPECT_EQ(largest_batch(options, {}, 1 << 20), 0);
+}
+
+TEST(Predict, RingModel) {
+  EXPECT_DOUBLE_EQ(wire_bytes("all_reduce", 100, 4), 150);
+  EXPECT_DOUBLE_EQ(wire_bytes("all_gather", 100, 4), 75);
+  EXPECT_DOUBLE_EQ(wire_bytes("all_reduce", 100, 1), 0);
+  EXPECT_DOUBLE_EQ(wire_bytes("broadcast", 100, 1), 0);
+  EXPECT_DOUBLE_EQ(wire_bytes("send", 100, 2), 100);
+}
+
+TEST(Buckets, AreCutWhenFull) {
+  using Buckets = std::vector<std::vector<size_t>>;
+  // The first closes at 10, the others at 25; what is larger than a bucket ends it.
+  EXPECT_EQ(assign_buckets({4, 6, 10, 10, 5, 100, 1}, 10, 25), (Buckets{{0, 1}, {2, 3, 4}, {5}, {6}}));
+  EXPECT_EQ(assign_buckets({50}, 10, 25), (Buckets{{0}}));
+  EXPECT_EQ(assign_buckets({}, 10, 25), Buckets{});
+  EXPECT_EQ(assign_buckets({1, 1, 1}, 10, 25), (Buckets{{0, 1, 2}}));
+}
+
+TEST(Buckets, BaseModelInBucketsOf25MiB) {
+  const ModelConfig config = preset_config("base", ModelKind::classifier);
+  const CallPrediction calls = predict_gradient_calls(config, 4, 25.0);
+  EXPECT_EQ(calls.payload_bytes, 4ll * 109836298);
+  // 85M layer parameters = 340 MB in buckets of 25 MiB and what a last matrix adds, one bucket of 1 MiB before them, the
+  // embedding in the last.
+  EXPECT_GE(calls.calls, 11);
+  EXPECT_LE(calls.calls, 15);
+  EXPECT_EQ(predict_naive_calls(config, 4).calls, 2 + 12 * 12 + 4);
+  EXPECT_EQ(predict_naive_calls(config, 4).payload_bytes, calls.payload_bytes);
+  EXPECT_EQ(predict_gradient_calls(config, 8, 25.0).payload_bytes, 2 * calls.payload_bytes);
+}
+
+}  // namespace
+}  // namespace mgp
