@@ -118,6 +118,7 @@ void Communicator::barrier(const std::string& label) {
   const at::Tensor nothing = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device()));
   const Work work = impl_->start({CallKind::barrier, nothing, nothing, ReduceOp::sum, -1, {label, Purpose::bookkeeping}});
   impl_->wait_on_host(work, fmt::format("{} barrier '{}'", name(), label));
+  impl_->wait_for_all();  // NCCL's stream is in order anyway; MPI finishes as it likes
 }
 
 // ── groups of ranks, and what they say to each other ─────────────────────────────────────────────────────────────────

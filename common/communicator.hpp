@@ -67,6 +67,7 @@ class [[nodiscard]] Work {
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
  private:
+  friend class Communicator;
   std::shared_ptr<State> state_;
 };
 
@@ -107,7 +108,7 @@ class Communicator {
   Work send(at::Tensor tensor, int peer, CallTag tag);
   Work recv(at::Tensor tensor, int peer, CallTag tag);
 
-  /// Host barrier: returns when every rank of the group has come.
+  /// Host barrier: returns when every rank of the group has come and all earlier calls of this group are finished here.
   void barrier(const std::string& label);
 
   /// New communicators, one for each color, ranks ordered by (key, old rank). Collective over this group; a negative

@@ -201,6 +201,7 @@ void Communicator::Impl::progress() {
 
 void Communicator::Impl::wait_on_host(const Work& work, const std::string& what) {
   Work copy = work;
+  copy.state_->progress->waiting = true;
   session->poll_until([&] { return copy.done(); }, what);
 }
 

@@ -105,6 +105,11 @@ class MpiWire : public Wire {
     std::vector<MPI_Status> statuses(part.requests.size());
     const int result =
         MPI_Testall(static_cast<int>(part.requests.size()), part.requests.data(), &flag, statuses.data());
+    if (result != MPI_SUCCESS || flag != 0) {
+      // Over, whether it went well or not.
+      part.complete = true;
+      state.progress->ended = Moment::record(at::kCPU);
+    }
     if (result == MPI_ERR_IN_STATUS) {
       for (const MPI_Status& status : statuses) {
         if (status.MPI_ERROR != MPI_ERR_PENDING) check_mpi(status.MPI_ERROR, state.description);
@@ -112,7 +117,6 @@ class MpiWire : public Wire {
     }
     check_mpi(result, state.description);
     if (flag == 0) return false;
-    part.complete = true;
     check_sizes(part, statuses, state.description);
     for (const auto& [to, from] : part.copies) to.copy_(from);
     for (at::Tensor& sum : part.averages) {
@@ -122,7 +126,6 @@ class MpiWire : public Wire {
         sum.div_(size_, "trunc");  // as NCCL does
       }
     }
-    state.progress->ended = Moment::record(at::kCPU);
     return true;
   }
 

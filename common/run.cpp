@@ -1,6 +1,7 @@
 #include "common/run.hpp"
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -101,6 +102,7 @@ Run::Run(const Options& options, const Launch& launch, at::Device device, Commun
   say(launch, memory_table(s.memory) + call_table(s.calls, options.world));
   s.refuse_if_too_large(pattern);
 
+  at::manual_seed(options.seed);  // LibTorch seeds its generators at random
   for (const int signal_number : {SIGINT, SIGTERM}) std::signal(signal_number, on_stop_signal);
   if (!options.metrics.empty() && launch.rank == 0) {
     s.metrics = std::make_unique<MetricsFile>(options.metrics, /*append=*/!options.load.empty());

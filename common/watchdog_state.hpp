@@ -59,7 +59,8 @@ struct Watchdog::State : std::enable_shared_from_this<Watchdog::State> {
   void read_peers();
   void read_failure();
   /// True if this is the first failure of all ranks. `grace`: seconds that the other threads get to end this process.
-  bool publish(const std::string& line, int code, double grace);
+  /// `culprit`: the rank that failed, -1 for this one.
+  bool publish(const std::string& line, int code, double grace, int culprit = -1);
   void wait_until_heard();
 
   void abort_wires(int code);
@@ -106,6 +107,7 @@ struct Watchdog::State : std::enable_shared_from_this<Watchdog::State> {
   void check_deadlines();
   void check_failures();
   bool store_usable() const;
+  bool read_failure_locked();  ///< with `store_mutex` held; true if there is one
   void lose_store(const char* why);
 };
 

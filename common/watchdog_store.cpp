@@ -66,50 +66,59 @@ void Watchdog::State::read_peers() {
 
 void Watchdog::State::read_failure() {
   {
-    std::lock_guard<std::mutex> state_lock(mutex);
+    const std::lock_guard<std::mutex> state_lock(mutex);
     if (failure.rank >= 0) return;
   }
-  std::unique_lock<std::timed_mutex> lock(store_mutex, std::chrono::seconds(2));
+  const std::unique_lock<std::timed_mutex> lock(store_mutex, std::chrono::seconds(2));
   if (!lock || !store_usable()) return;
   try {
-    const std::optional<std::string> text = store->peek(kFailureText);
-    if (!text) return;
-    const size_t first = text->find('\n');
-    const size_t second = text->find('\n', first + 1);
-    if (second == std::string::npos) return;
-    {
-      std::lock_guard<std::mutex> state_lock(mutex);
-      failure.rank = std::atoi(text->c_str());
-      failure.code = std::atoi(text->c_str() + first + 1);
-      failure.line = text->substr(second + 1);
-      failure.heard = Clock::now();
-    }
-    if (failure.rank != launch.rank) store->add(kFailureHeard, 1);
+    read_failure_locked();
   } catch (const std::exception& error) {
     lose_store(error.what());
   }
 }
 
-bool Watchdog::State::publish(const std::string& line, int code, double grace) {
+bool Watchdog::State::read_failure_locked() {
+  const std::optional<std::string> text = store->peek(kFailureText);
+  if (!text) return false;
+  const size_t first = text->find('\n');
+  const size_t second = text->find('\n', first + 1);
+  if (second == std::string::npos) return false;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> state_lock(mutex);
+    failure.rank = std::atoi(text->c_str());
+    failure.code = std::atoi(text->c_str() + first + 1);
+    failure.line = text->substr(second + 1);
+    failure.heard = Clock::now();
+  }
+  store->add(kFailureHeard, 1);
+  return true;
+}
+
+bool Watchdog::State::publish(const std::string& line, int code, double grace, int culprit) {
+  const int rank = culprit >= 0 ? culprit : launch.rank;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
     if (own_failure) return failure.rank == launch.rank;
     own_failure = true;
     own_line = line;
     own_code = code;
     own_deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(grace));
-    if (!store && failure.rank < 0) failure = {launch.rank, code, line, Clock::now()};
+    if (failure.rank >= 0) return false;
+    if (!store) failure = {rank, code, line, Clock::now()};
   }
   if (!store) return true;
-  std::unique_lock<std::timed_mutex> lock(store_mutex, std::chrono::seconds(1));
+  const std::unique_lock<std::timed_mutex> lock(store_mutex, std::chrono::seconds(1));
   if (!lock || !store_usable()) return false;
   try {
     if (store->add(kFailureCount, 1) == 1) {
-      store->set(kFailureText, fmt::format("{}\n{}\n{}", launch.rank, code, line));
-      std::lock_guard<std::mutex> state_lock(mutex);
-      failure = {launch.rank, code, line, Clock::now()};
+      store->set(kFailureText, fmt::format("{}\n{}\n{}", rank, code, line));
+      const std::lock_guard<std::mutex> state_lock(mutex);
+      failure = {rank, code, line, Clock::now()};
       return true;
     }
+    // Somebody was faster by a moment. What it says is there now, or soon.
+    for (int i = 0; i < 20 && !read_failure_locked(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(20));
   } catch (const std::exception& error) {
     lose_store(error.what());
   }

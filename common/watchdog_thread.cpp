@@ -128,6 +128,7 @@ void Watchdog::State::check_peers() {
   }
   bool peer_halts = false;
   std::string gone;
+  int gone_rank = -1;
   neighbour_traced = false;
   for (size_t index = 0; index < heard.size(); ++index) {
     const Heartbeat& peer = heard[index];
@@ -144,8 +145,9 @@ void Watchdog::State::check_peers() {
       read_peers();
       std::lock_guard<std::mutex> lock(mutex);
       if (!peers[index].left && failure.rank < 0) {
-        gone = fmt::format("rank {} (process {} on {}) is gone without a word; {}", rank, peer.pid, peer.host,
-                           describe(rank, peers[index]));
+        gone_rank = rank;
+        gone = fmt::format("rank {} (process {} on {}) is gone without a word; its last heartbeat: {}", rank, peer.pid,
+                           peer.host, describe(rank, peers[index]));
       }
     }
   }
@@ -153,7 +155,7 @@ void Watchdog::State::check_peers() {
     std::lock_guard<std::mutex> lock(mutex);
     halted = pauses > 0 || mine.traced || neighbour_traced || peer_halts;
   }
-  if (!gone.empty()) publish(gone, 1, kFollowGrace);
+  if (!gone.empty()) publish(gone, 1, kFollowGrace, gone_rank);
 }
 
 void Watchdog::State::check_wires() {
@@ -289,7 +291,9 @@ std::string Watchdog::State::missing_ranks(const Entry* entry) const {
 }
 
 std::string Watchdog::State::ending_line() const {
-  return fmt::format("ending because rank {} failed: {}", failure.rank, shortened(failure.line));
+  const std::string line = shortened(failure.line);
+  const bool named = line.rfind(fmt::format("rank {} ", failure.rank), 0) == 0;
+  return named ? "ending because " + line : fmt::format("ending because rank {} failed: {}", failure.rank, line);
 }
 
 void Watchdog::State::abort_wires(int code) {

@@ -299,6 +299,8 @@ if [[ $on == cpu ]]; then
     export MGP_DEBUG_RANK=$debug_rank MGP_DEBUG_TTY=""
     if [[ -t 0 ]]; then MGP_DEBUG_TTY=$(tty); fi
   fi
+  # Open MPI looks for ssh even when all ranks are here, and complains when there is none.
+  command -v ssh >/dev/null || export OMPI_MCA_plm_rsh_agent=${OMPI_MCA_plm_rsh_agent:-false}
   if [[ $mpi_version == *"Open MPI"* || $mpi_version == *OpenRTE* ]]; then
     flags+=(--quiet --bind-to none)   # quiet: no page of advice when a rank ends with an error; binding would pin threads
     if [[ $(id -u) == 0 ]]; then
@@ -415,7 +417,11 @@ while (( ${#running[@]} > 0 )); do
     first_code=$code
     case $code in
       2|3|77) ;;   # the trainer has said why
-      *) (( caught )) || say "rank ${rank_of[$done_pid]} ended with code $code$( (( code > 128 )) && echo " (SIG$(kill -l $((code - 128)) 2>/dev/null || echo "?"))" )$( (( ${#running[@]} > 0 )) && echo ", stopping the others" )" ;;
+      *)
+        text="rank ${rank_of[$done_pid]} ended with code $code"
+        if (( code > 128 )); then text+=" (SIG$(kill -l $(( code - 128 )) 2>/dev/null || echo "?"))"; fi
+        if (( ${#running[@]} > 0 )); then text+=", stopping the others"; fi
+        (( caught )) || say "$text" ;;
     esac
   fi
 done

@@ -1,6 +1,7 @@
 // Data parallel gradients with numbers that can be done by hand.
 #include "examples/ddp/gradient_reducer.hpp"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -30,7 +30,15 @@ TEST(PointToPoint, RingsOfEveryTypeAndSize) {
 
 TEST(PointToPoint, RingOfLongMessages) {
   // Small messages are buffered, so two neighbours that both send first are only found out by long ones: 64 MiB.
-  ring(int64_t{16} << 20, at::kFloat);
+  constexpr int64_t kBytes = int64_t{64} << 20;
+  const auto options = at::TensorOptions().dtype(at::kByte).device(world().device());
+  const at::Tensor out = at::full({kBytes}, world().rank(), options);
+  const at::Tensor in = at::full({kBytes}, 99, options);
+  mgp::CommGroup group(world());
+  const mgp::Work sent = world().send(out, next_rank(), {"to the next"});
+  const mgp::Work received = world().recv(in, previous_rank(), {"from the one before"});
+  group.finish().wait();
+  EXPECT_TRUE(at::equal(in, at::full({kBytes}, previous_rank(), options)));
 }
 
 TEST(PointToPoint, PiecesArriveInOrder) {
@@ -90,19 +98,16 @@ TEST(PointToPoint, AnEmptyGroupAndAGroupThatIsLeft) {
   expect_close(tensor, constant(10, at::kFloat, world().size()), "left group");
 }
 
-TEST(PointToPoint, ShorterAndLongerMessagesAreErrors) {
+TEST(PointToPoint, AShorterMessageIsAnError) {
+  // (A longer one is MPI's own error, after which Open MPI's other calls are not to be relied on: not tried here.)
   if (!world().device().is_cpu() || world().size() < 2) GTEST_SKIP() << "MPI tells, with two ranks";
-  for (const int64_t sent : {5, 9}) {
-    if (world().rank() == 0) world().send(pattern(sent, at::kFloat, 0), 1, {"x"}).wait();
-    if (world().rank() == 1) {
-      const at::Tensor tensor = constant(7, at::kFloat, 0.0);
-      const std::string message = error_of([&] { world().recv(tensor, 0, {"x"}).wait(); });
-      EXPECT_NE(message.find("world recv 'x' from rank 0 f32[7]: "), std::string::npos) << message;
-      EXPECT_NE(message.find(sent < 7 ? "room for 7 elements, the message has 5" : "truncated"), std::string::npos)
-          << message;
-    }
-    world().barrier("after a wrong size");
+  if (world().rank() == 0) world().send(pattern(5, at::kFloat, 0), 1, {"x"}).wait();
+  if (world().rank() == 1) {
+    const at::Tensor tensor = constant(7, at::kFloat, 0.0);
+    EXPECT_EQ(error_of([&] { world().recv(tensor, 0, {"x"}).wait(); }),
+              "world recv 'x' from rank 0 f32[7]: the tensor has room for 7 elements, the message has 5");
   }
+  world().barrier("after a wrong size");
 }
 
 }  // namespace

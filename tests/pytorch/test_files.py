@@ -24,8 +24,8 @@ if not UNIT_TESTS.exists():
     print(f"skipped: {UNIT_TESTS} is not built")
     sys.exit(SKIPPED)
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-          torch.uint8, torch.bool]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16,
+          torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
 def cpp(case, **environment):
@@ -80,7 +80,8 @@ def python_to_cpp_and_back(folder):
         "slice": big[3, 10:12],
         "backwards": big.flip(0),
         "column": big[:, 5],
-        "integers": [0, 255, 256, 65535, 65536, -1, -129, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, -(2**63)],
+        "integers": [0, 255, 256, 65535, 65536, -1, -129, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1,
+                     -(2**63)],
         "numbers": [0.1, -0.0, 1e300, 5e-324, float("inf")],
         "bools": [True, False],
         "none": None,

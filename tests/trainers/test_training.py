@@ -48,7 +48,7 @@ class Training(harness.TrainerTest):
             steps, runs = harness.metrics(path)
             for step in steps:
                 self.assertEqual(step["comm_bytes"], 4 * runs[0]["parameters"])
-            self.assertGreaterEqual(steps[-1]["comm_calls"], 2)
+            self.assertGreaterEqual(steps[-1]["comm_calls"], 4 if "--bucket-mb" in extra else 1)
 
     def test_naive_makes_one_call_per_parameter(self):
         path = self.folder / "m.jsonl"

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -43,6 +44,7 @@ inline std::string read_file(const std::string& path) {
 }
 
 inline void write_file(const std::string& path, const std::string& bytes) {
+  std::remove(path.c_str());  // cutting an old file short makes some file systems write to disk at once
   std::ofstream(path, std::ios::binary) << bytes;
 }
 

@@ -19,6 +19,7 @@ std::string usage_error(const std::string& path) {
 using Records = std::vector<std::pair<std::string, std::string>>;
 
 void write_zip(const std::string& path, const Records& records) {
+  std::remove(path.c_str());
   std::ofstream file(path, std::ios::binary);
   caffe2::serialize::PyTorchStreamWriter zip([&](const void* data, size_t bytes) {
     file.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
