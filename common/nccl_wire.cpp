@@ -20,75 +20,23 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
-#include <nccl.h>
 
 #include <chrono>
 #include <cstring>
 #include <mutex>
 #include <thread>
 
+#include "common/nccl_support.hpp"
+
 namespace mgp {
 
 namespace {
 
-ncclDataType_t nccl_type(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble: return ncclFloat64;
-    case at::kFloat: return ncclFloat32;
-    case at::kHalf: return ncclFloat16;
-    case at::kBFloat16: return ncclBfloat16;
-    case at::kLong: return ncclInt64;
-    case at::kInt: return ncclInt32;
-    default: return ncclUint8;  // the communicator lets nothing else through
-  }
-}
-
-ncclRedOp_t nccl_op(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::sum: return ncclSum;
-    case ReduceOp::avg: return ncclAvg;
-    case ReduceOp::max: return ncclMax;
-    case ReduceOp::min: return ncclMin;
-  }
-  return ncclSum;
-}
-
-/// An event that orders two streams; no times, so it is cheap. Inside a graph capture it becomes an edge of the graph.
-class Fence {
- public:
-  Fence() { C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
-  ~Fence() { (void)cudaEventDestroy(event_); }
-  Fence(const Fence&) = delete;
-  Fence& operator=(const Fence&) = delete;
-  void record(cudaStream_t stream) { C10_CUDA_CHECK(cudaEventRecord(event_, stream)); }
-  void block(cudaStream_t stream) { C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
 struct NcclPart : Work::State::WirePart {
   explicit NcclPart(c10::cuda::CUDAStream stream) : issued_on(stream) {}
   c10::cuda::CUDAStream issued_on;  ///< the stream that was current when the call was made
-  Fence out;
+  StreamFence out;
 };
-
-/// The watchdog's thread asks about events. It must do so on this rank's device (another one would get a context of some
-/// 500 MB), and without disturbing a graph capture on another thread, which by default forbids such questions everywhere.
-void enter_watching_thread(at::Device device) {
-  thread_local bool entered = false;
-  if (entered) return;
-  entered = true;
-  C10_CUDA_CHECK(cudaSetDevice(device.index()));
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
-}
-
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
 
 class NcclWire : public Wire {
  public:
@@ -155,7 +103,7 @@ class NcclWire : public Wire {
     const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(session_.device.index());
     state.captured = is_capturing(current.stream());
     state.part = std::make_unique<NcclPart>(current);
-    Fence in;  // may be destroyed once it is recorded and waited for: the driver keeps what it needs
+    StreamFence in;  // may be destroyed once it is recorded and waited for: the driver keeps what it needs
     in.record(current.stream());
     in.block(stream_.stream());
     {

@@ -53,10 +53,12 @@ at::Tensor hash_one(const at::Tensor& tensor, const at::Tensor& positions) {
 uint64_t hash_tensors(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> sums;
+  int64_t longest = 0;  // in words
+  for (const at::Tensor& tensor : tensors) longest = std::max(longest, static_cast<int64_t>(tensor.nbytes()) / 8 + 1);
   at::Tensor positions;  // kPosition * i, made once for each device
   for (const at::Tensor& tensor : tensors) {
     if (!positions.defined() || positions.device() != tensor.device()) {
-      positions = at::arange(kChunkWords, tensor.options().dtype(at::kLong).requires_grad(false)).mul_(
+      positions = at::arange(std::min(kChunkWords, longest), tensor.options().dtype(at::kLong).requires_grad(false)).mul_(
           at::Scalar(kPosition));
     }
     sums.push_back(hash_one(tensor, positions));

@@ -156,8 +156,8 @@ Verdict compare_low(const TrainingRecord& run, const TrainingRecord& low, const 
     grow(norms, relative(run.norms[i], fp32.norms[i]));
     grow(norms_one, relative(low.norms[i], fp32.norms[i]));
   }
-  verdict.checks.push_back(check("loss, largest distance to fp32 over the steps", loss, loss_one, 1e-3));
-  verdict.checks.push_back(check("norm, largest distance to fp32 over the steps", norms, norms_one, 5e-3));
+  verdict.checks.push_back(check("loss furthest from fp32 over the steps", loss, loss_one, 1e-3));
+  verdict.checks.push_back(check("norm furthest from fp32 over the steps", norms, norms_one, 5e-3));
   const double update = std::max(update_made(fp32), 1e-30);
   verdict.checks.push_back(check("parameters after the last step, distance to fp32 against the update made",
                                  parameter_distance(run, fp32) / update, parameter_distance(low, fp32) / update, 3e-4));

@@ -10,7 +10,7 @@ from harness import TINY
 
 # What each fault needs to show itself: ranks and flags. Every patch must be listed here.
 FAULTS = {
-    "ddp_bucket_never_reduced": (2, []),
+    "ddp_bucket_never_reduced": (2, ["--bucket-mb", "0.1"]),
     "ddp_doubled_by_world_size": (2, []),
     "ddp_last_bucket_not_waited_for": (2, ["--bucket-mb", "0.05"]),
     "ddp_local_norm": (2, ["--clip-norm", "0.05"]),

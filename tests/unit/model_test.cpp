@@ -160,7 +160,9 @@ TEST(Model, RowsAddUpHoweverTheyAreCut) {
 }
 
 TEST(Model, NoRowsGiveZeroLossAndZeroGradients) {
-  for (const at::Device device : devices()) {
+  // On a CPU only: LibTorch's attention kernels for GPUs take no empty batch. The trainers refuse configurations in which
+  // a part of the batch would be empty.
+  for (const at::Device device : {at::Device(at::kCPU)}) {
     for (const ModelKind kind : kBoth) {
       for (const Precision precision : {Precision::fp32, Precision::bf16}) {
         const ModelConfig config = preset_config("tiny", kind);
