@@ -19,7 +19,7 @@ if(NOT MGP_MPI STREQUAL "OFF")
   endif()
 endif()
 
-# ── small libraries, all header-only for us ──────────────────────────────────────────────────────────────────────────
+# ── small libraries ──────────────────────────────────────────────────────────────────────────
 find_package(CLI11 2.1.2 QUIET)
 if(NOT CLI11_FOUND)
   message(FATAL_ERROR "CLI11 2.1.2 or newer was not found: sudo apt-get install libcli11-dev")
@@ -36,14 +36,27 @@ target_link_libraries(mgp_dependencies INTERFACE mgp::libtorch CLI11::CLI11 nloh
                                                  ${CMAKE_DL_LIBS})
 
 # LibTorch carries fmt headers of its own in the folder that comes first. Linking the system's libfmt beside them gives
-# undefined symbols, so fmt is used header-only, whichever headers win.
-target_compile_definitions(mgp_dependencies INTERFACE FMT_HEADER_ONLY=1)
-if(NOT EXISTS "${MGP_TORCH_ROOT}/include/fmt/format.h")
-  find_package(fmt QUIET)
-  if(NOT fmt_FOUND)
-    message(FATAL_ERROR "fmt was not found: sudo apt-get install libfmt-dev")
+# undefined symbols, so fmt's few functions are compiled here from the headers that win (cmake/fmt.cpp, fmt 12). With any
+# other version fmt is used header-only, which works too but makes each source file slower to compile.
+set(fmt_version "")
+if(EXISTS "${MGP_TORCH_ROOT}/include/fmt/base.h")
+  file(STRINGS "${MGP_TORCH_ROOT}/include/fmt/base.h" fmt_version REGEX "define FMT_VERSION +[0-9]+")
+  string(REGEX MATCH "[0-9]+" fmt_version "${fmt_version}")
+endif()
+if(fmt_version GREATER_EQUAL 120000 AND fmt_version LESS 130000)
+  add_library(mgp_fmt STATIC "${PROJECT_SOURCE_DIR}/cmake/fmt.cpp")
+  target_include_directories(mgp_fmt SYSTEM PRIVATE "${MGP_TORCH_ROOT}/include")
+  set_target_properties(mgp_fmt PROPERTIES CXX_VISIBILITY_PRESET hidden)   # LibTorch keeps to its own copy
+  target_link_libraries(mgp_dependencies INTERFACE mgp_fmt)
+else()
+  target_compile_definitions(mgp_dependencies INTERFACE FMT_HEADER_ONLY=1)
+  if(NOT EXISTS "${MGP_TORCH_ROOT}/include/fmt/format.h")
+    find_package(fmt QUIET)
+    if(NOT fmt_FOUND)
+      message(FATAL_ERROR "fmt was not found: sudo apt-get install libfmt-dev")
+    endif()
+    target_link_libraries(mgp_dependencies INTERFACE fmt::fmt-header-only)
   endif()
-  target_link_libraries(mgp_dependencies INTERFACE fmt::fmt-header-only)
 endif()
 
 if(MGP_WITH_MPI)

@@ -19,6 +19,9 @@ struct Moment::CudaEvent {
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDefault));  // default: with timing
   }
   ~CudaEvent() {
+    // A node of a CUDA graph records this event at each replay, and nobody tells us when that graph is gone. Destroyed
+    // under a graph, it crashes the driver; kept, it costs a few bytes for each capture.
+    if (in_graph) return;
     // The driver may already be gone when a static object holds a Moment: nothing useful to do with an error here.
     (void)cudaEventDestroy(event);
   }
@@ -27,6 +30,7 @@ struct Moment::CudaEvent {
 
   c10::DeviceIndex device;
   cudaEvent_t event = nullptr;
+  bool in_graph = false;
 };
 
 Moment Moment::record(c10::Device device) {
@@ -43,7 +47,8 @@ Moment Moment::record(c10::Device device) {
   // an event that exists only while the graph is being captured and cannot be asked for its time.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream.stream(), &capture));
-  const unsigned flags = capture == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal;
+  moment.event_->in_graph = capture != cudaStreamCaptureStatusNone;
+  const unsigned flags = moment.event_->in_graph ? cudaEventRecordExternal : cudaEventRecordDefault;
   C10_CUDA_CHECK(cudaEventRecordWithFlags(moment.event_->event, stream.stream(), flags));
   return moment;
 }

@@ -63,7 +63,7 @@ class GradientReducer {
  private:
   struct Bucket {
     std::vector<size_t> parameters;   // indices, in the order of the flat buffer
-    at::Tensor flat;                  // [sum of numels]: a slice of storage_
+    at::Tensor flat;                  // [sum of numels, padding included]: a slice of storage_
     std::vector<at::Tensor> views;    // one per parameter, of its shape
     size_t missing = 0;               // gradients still to come in this backward
     bool filled = false;              // `.grad` of its parameters are the views
@@ -80,7 +80,7 @@ class GradientReducer {
   NamedTensors parameters_;
   Communicator& world_;
   int64_t bucket_bytes_;
-  at::Tensor storage_;                 // [P]: all buckets, one after the other
+  at::Tensor storage_;                 // [P + padding]: all buckets, one after the other
   std::vector<Bucket> buckets_;
   std::vector<size_t> bucket_of_;      // parameter -> bucket
   std::vector<size_t> arrival_;        // parameters in the order in which their gradients came in this backward

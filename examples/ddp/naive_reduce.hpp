@@ -14,7 +14,7 @@ namespace mgp {
 /// call pays its own latency. A parameter without a gradient takes part with zeros. Fills `times`.
 void reduce_gradients_one_by_one(const NamedTensors& parameters, Communicator& world, StepTimes& times);
 
-/// One call per parameter, the same bytes as with buckets.
+/// One call per parameter; the bytes of all gradients, without the padding of buckets.
 CallPrediction predict_naive_calls(const ModelConfig& config, int64_t element_bytes);
 
 }  // namespace mgp

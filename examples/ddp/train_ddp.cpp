@@ -4,7 +4,7 @@
 //           ranks while backward is still running, so every rank takes the same optimizer step and the replicas never
 //           drift apart. (Li et al., "PyTorch Distributed", VLDB 2020.)
 // Holds     per rank: parameters P, gradients P (they live in the buckets), AdamW moments 2P = 16 bytes a parameter in fp32.
-// Wire      at the start: parameters and buffers broadcast once. Per optimizer step: P gradient elements all-reduced, in
+// Wire      at the start: parameters and buffers broadcast once. Per optimizer step: P gradient elements (and a little padding) all-reduced, in
 //           buckets; a ring sends 2(n-1)/n P elements past each rank. Forward sends nothing, --accumulate sends once.
 // Run       scripts/launch.sh -n 2 train_ddp                       # one GPU only? add --share-gpu
 //           scripts/launch.sh -n 3 train_ddp --device cpu --verify

@@ -90,7 +90,9 @@ TEST(GradientReducer, GradientsAreViewsOfTheBuckets) {
   (a.sum() + b.sum()).backward();
   reducer.wait();
   EXPECT_EQ(reducer.bucket_count(), 1u);
-  EXPECT_TRUE(a.grad().is_alias_of(b.grad()));  // one flat buffer holds both
+  EXPECT_TRUE(a.grad().is_alias_of(b.grad()));  // one flat buffer holds both, each on a line of 128 bytes
+  EXPECT_EQ(a.grad().storage_offset() % 16, 0);
+  EXPECT_EQ(b.grad().storage_offset() % 16, 0);
 }
 
 TEST(GradientReducer, ObservedOrderReplacesTheGuess) {

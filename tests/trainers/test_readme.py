@@ -25,8 +25,8 @@ class Readme(harness.TrainerTest):
         return result.out
 
     def test_help_is_quoted_as_it_is(self):
-        """The block in the README is the output of train_ddp --help, letter for letter."""
-        self.assertIn(self.help("train_ddp", "--help").strip(), README)
+        """The block in the README is the output of train_ddp --help, word for word (CLI11's versions differ in spaces)."""
+        self.assertIn(" ".join(self.help("train_ddp", "--help").split()), " ".join(README.split()))
 
     def test_every_flag_in_the_readme_exists(self):
         known = set(FOREIGN) | flags((harness.SOURCE / "scripts" / "launch.sh").read_text())
