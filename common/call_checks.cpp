@@ -11,14 +11,22 @@ namespace {
 
 const char* type_text(at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return "f64";
-    case at::kFloat: return "f32";
-    case at::kHalf: return "f16";
-    case at::kBFloat16: return "bf16";
-    case at::kLong: return "i64";
-    case at::kInt: return "i32";
-    case at::kByte: return "u8";
-    default: return nullptr;
+    case at::kDouble:
+      return "f64";
+    case at::kFloat:
+      return "f32";
+    case at::kHalf:
+      return "f16";
+    case at::kBFloat16:
+      return "bf16";
+    case at::kLong:
+      return "i64";
+    case at::kInt:
+      return "i32";
+    case at::kByte:
+      return "u8";
+    default:
+      return nullptr;
   }
 }
 
@@ -87,8 +95,8 @@ class Checker {
     const bool apart = small_begin + small.nbytes() <= large_begin || large_begin + large.nbytes() <= small_begin;
     const bool own_part = small_begin == large_begin + static_cast<size_t>(rank_) * small.nbytes();
     if (small.nbytes() > 0 && !apart && !own_part) {
-      fail(fmt::format("{} and {} overlap; only this rank's own part of {} may be {}", small_side, large_side, large_side,
-                       small_side));
+      fail(fmt::format("{} and {} overlap; only this rank's own part of {} may be {}", small_side, large_side,
+                       large_side, small_side));
     }
   }
 
@@ -103,31 +111,41 @@ class Checker {
 
 const char* name_of(CallKind kind) {
   switch (kind) {
-    case CallKind::all_reduce: return "all_reduce";
-    case CallKind::all_gather: return "all_gather";
-    case CallKind::reduce_scatter: return "reduce_scatter";
-    case CallKind::broadcast: return "broadcast";
-    case CallKind::reduce: return "reduce";
-    case CallKind::send: return "send";
-    case CallKind::recv: return "recv";
-    case CallKind::barrier: return "barrier";
+    case CallKind::all_reduce:
+      return "all_reduce";
+    case CallKind::all_gather:
+      return "all_gather";
+    case CallKind::reduce_scatter:
+      return "reduce_scatter";
+    case CallKind::broadcast:
+      return "broadcast";
+    case CallKind::reduce:
+      return "reduce";
+    case CallKind::send:
+      return "send";
+    case CallKind::recv:
+      return "recv";
+    case CallKind::barrier:
+      return "barrier";
   }
   return "?";
 }
 
 const char* name_of(ReduceOp op) {
   switch (op) {
-    case ReduceOp::sum: return "sum";
-    case ReduceOp::avg: return "avg";
-    case ReduceOp::max: return "max";
-    case ReduceOp::min: return "min";
+    case ReduceOp::sum:
+      return "sum";
+    case ReduceOp::avg:
+      return "avg";
+    case ReduceOp::max:
+      return "max";
+    case ReduceOp::min:
+      return "min";
   }
   return "?";
 }
 
-int64_t Call::payload_bytes() const {
-  return kind == CallKind::barrier ? 0 : static_cast<int64_t>(payload().nbytes());
-}
+int64_t Call::payload_bytes() const { return kind == CallKind::barrier ? 0 : static_cast<int64_t>(payload().nbytes()); }
 
 void check_call(const Call& call, const std::string& group, int rank, int size, at::Device device) {
   Checker(call, group, rank, size, device).run();
@@ -135,17 +153,23 @@ void check_call(const Call& call, const std::string& group, int rank, int size, 
 
 std::string shape_text(const at::Tensor& tensor) {
   const char* const type = type_text(tensor.scalar_type());
-  return fmt::format("{}[{}]", type != nullptr ? type : at::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ","));
+  return fmt::format("{}[{}]", type != nullptr ? type : at::toString(tensor.scalar_type()),
+                     fmt::join(tensor.sizes(), ","));
 }
 
 std::string describe(const Call& call, const std::string& group) {
   std::string text = fmt::format("{} {} '{}'", group, name_of(call.kind), call.tag.label);
   switch (call.kind) {
     case CallKind::send:
-    case CallKind::reduce: text += fmt::format(" to rank {}", call.peer); break;
+    case CallKind::reduce:
+      text += fmt::format(" to rank {}", call.peer);
+      break;
     case CallKind::recv:
-    case CallKind::broadcast: text += fmt::format(" from rank {}", call.peer); break;
-    default: break;
+    case CallKind::broadcast:
+      text += fmt::format(" from rank {}", call.peer);
+      break;
+    default:
+      break;
   }
   return call.kind == CallKind::barrier ? text : text + " " + shape_text(call.payload());
 }

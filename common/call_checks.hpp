@@ -7,8 +7,9 @@
 
 namespace mgp {
 
-/// Throws RunError unless both tensors fit the call of rank `rank` in a group of `size`: defined, on `device`, of a type that both
-/// wires can reduce, contiguous, of the right sizes, overlapping only where the call allows it; and the peer is a rank.
+/// Throws RunError unless both tensors fit the call of rank `rank` in a group of `size`: defined, on `device`, of a
+/// type that both wires can reduce, contiguous, of the right sizes, overlapping only where the call allows it; and the
+/// peer is a rank.
 void check_call(const Call& call, const std::string& group, int rank, int size, at::Device device);
 
 /// "f32[64,3]"

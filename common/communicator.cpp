@@ -25,8 +25,7 @@ Communicator Communicator::connect(const Launch& launch, at::Device device, cons
   std::iota(ranks.begin(), ranks.end(), 0);
   facts.ranks = std::make_shared<const std::vector<int>>(std::move(ranks));
   try {
-    std::shared_ptr<Wire> wire =
-        device.is_cuda() ? make_nccl_wire(*session, facts) : make_mpi_wire(*session, facts);
+    std::shared_ptr<Wire> wire = device.is_cuda() ? make_nccl_wire(*session, facts) : make_mpi_wire(*session, facts);
     return Communicator(std::make_shared<Impl>(session, facts, std::move(wire)));
   } catch (const UsageError&) {
     throw;  // all ranks find the same mistake, so all leave in order
@@ -66,7 +65,8 @@ void Communicator::leave() {
     impl->wait_for_all();
     impl->wire->leave();
   } catch (const std::exception& error) {
-    end_process(session.watchdog.get(), fmt::format("rank {} failed: {}", session.launch.rank, error.what()), kExitFailed);
+    end_process(session.watchdog.get(), fmt::format("rank {} failed: {}", session.launch.rank, error.what()),
+                kExitFailed);
   }
 }
 
@@ -116,7 +116,8 @@ Work Communicator::recv(at::Tensor tensor, int peer, CallTag tag) {
 
 void Communicator::barrier(const std::string& label) {
   const at::Tensor nothing = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device()));
-  const Work work = impl_->start({CallKind::barrier, nothing, nothing, ReduceOp::sum, -1, {label, Purpose::bookkeeping}});
+  const Work work =
+      impl_->start({CallKind::barrier, nothing, nothing, ReduceOp::sum, -1, {label, Purpose::bookkeeping}});
   impl_->wait_on_host(work, fmt::format("{} barrier '{}'", name(), label));
   impl_->wait_for_all();  // NCCL's stream is in order anyway; MPI finishes as it likes
 }
@@ -176,7 +177,8 @@ void Communicator::expect_same(const std::string& what, uint64_t value) {
                              rank_text(impl_->facts, static_cast<size_t>(rank)), static_cast<uint64_t>(values[rank]));
   }
   throw RunError(fmt::format("{} differ between the ranks of '{}' at step {}: {}, {} of {} ranks have {:#018x}", what,
-                             name(), watchdog().step(), differing, votes[common], size(), static_cast<uint64_t>(common)));
+                             name(), watchdog().step(), differing, votes[common], size(),
+                             static_cast<uint64_t>(common)));
 }
 
 std::vector<std::string> Communicator::gather_text(const std::string& key, const std::string& mine) {
@@ -200,7 +202,8 @@ CommGroup::~CommGroup() {
     const Work work = finish();
   } catch (const std::exception& error) {
     end_process(&communicator_.watchdog(),
-                fmt::format("rank {} failed: {}", communicator_.impl_->session->launch.rank, error.what()), kExitFailed);
+                fmt::format("rank {} failed: {}", communicator_.impl_->session->launch.rank, error.what()),
+                kExitFailed);
   }
 }
 

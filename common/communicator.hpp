@@ -1,7 +1,7 @@
 // Collectives on typed tensors: NCCL on GPUs, MPI on CPUs, one interface with NCCL's names.
 //
-// Every call STARTS the operation and returns a Work; nothing may be read or overwritten before Work::wait(). So overlap
-// is visible at the call site: what stands between the call and its wait is what hides the communication.
+// Every call STARTS the operation and returns a Work; nothing may be read or overwritten before Work::wait(). So
+// overlap is visible at the call site: what stands between the call and its wait is what hides the communication.
 //
 //   Work work = world.all_reduce(bucket, ReduceOp::avg, {"bucket 0"});
 //   ...                                  // compute that does not touch `bucket`
@@ -34,13 +34,14 @@ enum class ReduceOp { sum, avg, max, min };
 
 /// What a call is for: shown in messages, in --debug info and in the ledger.
 struct CallTag {
-  std::string label;                     ///< "bucket 3", "loss", "encoder.layers.0": what the tensor is
+  std::string label;  ///< "bucket 3", "loss", "encoder.layers.0": what the tensor is
   Purpose purpose = Purpose::training;
 };
 
 /// --debug: off; info logs every call (step, rank, call, tensor, bytes); detail also proves before each collective that
-/// all ranks of the group make the same call with the same size and dtype, and names both sides if they do not. It cannot
-/// prove send and recv: two ranks that both send first are no mistake here. Detail waits on the host before each call.
+/// all ranks of the group make the same call with the same size and dtype, and names both sides if they do not. It
+/// cannot prove send and recv: two ranks that both send first are no mistake here. Detail waits on the host before each
+/// call.
 enum class DebugLevel { off, info, detail };
 
 struct CommOptions {
@@ -85,14 +86,14 @@ class Communicator {
 
   int rank() const;
   int size() const;
-  const std::string& name() const;   ///< "world", "dp", "tp", ...
+  const std::string& name() const;  ///< "world", "dp", "tp", ...
   at::Device device() const;
-  const char* wire() const;          ///< "NCCL 2.28.9" or "MPI (Open MPI 4.1.4)"
+  const char* wire() const;                         ///< "NCCL 2.28.9" or "MPI (Open MPI 4.1.4)"
   const std::vector<int>& members() const;          ///< the ranks of this group, as ranks of the world
   const std::vector<DeviceFacts>& devices() const;  ///< of all ranks of the world, in rank order
 
-  // ── collectives ── Each checks device, dtype (fp64 fp32 fp16 bf16 int64 int32 uint8), contiguity and sizes first; the
-  // message names both sides ("all_gather 'x': output has 12 elements, 3 ranks x input of 5 need 15").
+  // ── collectives ── Each checks device, dtype (fp64 fp32 fp16 bf16 int64 int32 uint8), contiguity and sizes first;
+  // the message names both sides ("all_gather 'x': output has 12 elements, 3 ranks x input of 5 need 15").
 
   /// tensor <- op over ranks of tensor, in place.
   Work all_reduce(at::Tensor tensor, ReduceOp op, CallTag tag);
@@ -141,8 +142,9 @@ class Communicator {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Calls between construction and finish() go out together (ncclGroupStart/End): a send and a receive in one group cannot
-/// deadlock, and small collectives become one launch. The Works returned inside belong to the group: wait on finish().
+/// Calls between construction and finish() go out together (ncclGroupStart/End): a send and a receive in one group
+/// cannot deadlock, and small collectives become one launch. The Works returned inside belong to the group: wait on
+/// finish().
 class CommGroup {
  public:
   explicit CommGroup(Communicator& communicator);

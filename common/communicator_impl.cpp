@@ -47,8 +47,8 @@ void Work::State::finish() {
 void Work::wait() {
   if (!state_) return;
   if (state_->open) {
-    throw RunError(fmt::format("{}: its group is still open; wait on what CommGroup::finish() returns",
-                               state_->description));
+    throw RunError(
+        fmt::format("{}: its group is still open; wait on what CommGroup::finish() returns", state_->description));
   }
   state_->wire->wait(*state_);
   if (state_->wire->moves_only_when_asked()) state_->finish();

@@ -1,4 +1,5 @@
-// What a rank says about itself in the store twice a second, and what /proc says about a process. Internal to the watchdog.
+// What a rank says about itself in the store twice a second, and what /proc says about a process. Internal to the
+// watchdog.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +14,9 @@ struct Heartbeat {
   int64_t step = 0;
   int pid = 0;
   std::string host;
-  bool traced = false;  ///< this process, or another rank on its host, sits in a debugger
-  bool paused = false;  ///< a Watchdog::Pause lives
-  bool left = false;    ///< ended in order: not to be taken for dead
+  bool traced = false;                    ///< this process, or another rank on its host, sits in a debugger
+  bool paused = false;                    ///< a Watchdog::Pause lives
+  bool left = false;                      ///< ended in order: not to be taken for dead
   std::map<std::string, int64_t> groups;  ///< number of collectives made in each communicator, by its unique name
   std::string last;                       ///< description of the last call
 

@@ -1,4 +1,4 @@
-// The byte ledger: what crossed the wire, by call, purpose and group. Predicted numbers stand beside these in the report.
+// The byte ledger: what crossed the wire, by call, purpose and group. The report prints the prediction beside it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct LedgerRow {
   std::string call;   ///< "all_reduce", "broadcast", ...
   Purpose purpose = Purpose::training;
   int64_t calls = 0;
-  /// Payload: bytes of the whole tensor (for all_gather the output, for reduce_scatter the input), as nccl-tests counts.
+  /// Payload: bytes of the whole tensor (all_gather: the output; reduce_scatter: the input), as nccl-tests counts.
   int64_t payload_bytes = 0;
   double seconds = 0.0;  ///< between begin and end on the communication stream, waiting for late peers included
 };

@@ -60,7 +60,7 @@ MeshGroups split_mesh(Communicator& world, const Mesh2D& mesh, const std::string
   }
   const int row = mesh.row_of(world.rank());
   const int column = mesh.column_of(world.rank());
-  // Every rank splits in the same order: rows first. Two ranks that split in different orders would wait for each other.
+  // Every rank splits in the same order, rows first: two that split in different orders would wait for each other.
   std::optional<Communicator> row_group = world.split(row, column, row_name);
   std::optional<Communicator> column_group = world.split(column, row, column_name);
   return MeshGroups{std::move(*row_group), std::move(*column_group)};

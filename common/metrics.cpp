@@ -33,11 +33,16 @@ void MetricsFile::line(const nlohmann::json& object) {
 }
 
 void MetricsFile::step(const StepNumbers& n) {
-  nlohmann::json object = {{"kind", "step"},          {"step", n.step},
-                           {"loss", n.loss},          {"grad_norm", n.grad_norm},
-                           {"lr", n.learning_rate},   {"ms", n.ms},
-                           {"comm_calls", n.comm_calls}, {"comm_bytes", n.comm_bytes},
-                           {"tokens_per_second", n.tokens_per_second}, {"tflops", n.tflops}};
+  nlohmann::json object = {{"kind", "step"},
+                           {"step", n.step},
+                           {"loss", n.loss},
+                           {"grad_norm", n.grad_norm},
+                           {"lr", n.learning_rate},
+                           {"ms", n.ms},
+                           {"comm_calls", n.comm_calls},
+                           {"comm_bytes", n.comm_bytes},
+                           {"tokens_per_second", n.tokens_per_second},
+                           {"tflops", n.tflops}};
   if (!std::isnan(n.exposed_ms)) {
     object["exposed_ms"] = n.exposed_ms;
     object["overlap_lead_ms"] = n.lead_ms;

@@ -45,7 +45,8 @@ std::unique_ptr<MpiRuntime> MpiRuntime::start(const Launch& launch) {
   MPI_Initialized(&initialized);
   int provided = MPI_THREAD_SINGLE;
   if (initialized == 0) {
-    // Open MPI looks for ssh or rsh although nothing remote is started here, and ends the process when there is neither.
+    // Open MPI looks for ssh or rsh although nothing remote is started here, and ends the process when there is
+    // neither.
     if (!on_path("ssh") && !on_path("rsh")) ::setenv("OMPI_MCA_plm_rsh_agent", "false", /*overwrite=*/0);
     // One thread at a time is enough: all MPI calls stay on the thread that calls backward().
     check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided), "MPI_Init_thread");
@@ -55,8 +56,8 @@ std::unique_ptr<MpiRuntime> MpiRuntime::start(const Launch& launch) {
   }
   MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
   if (provided < MPI_THREAD_SERIALIZED) {
-    throw UsageError(fmt::format("{} does not let several threads call it in turn (MPI_THREAD_SERIALIZED is needed)",
-                                 version()));
+    throw UsageError(
+        fmt::format("{} does not let several threads call it in turn (MPI_THREAD_SERIALIZED is needed)", version()));
   }
   int rank = 0;
   int size = 1;
@@ -64,18 +65,23 @@ std::unique_ptr<MpiRuntime> MpiRuntime::start(const Launch& launch) {
   check(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");
   if (size == launch.world_size && rank == launch.rank) return runtime;
   if (size == 1 && launch.launcher == "Slurm") {
-    throw UsageError(fmt::format("srun started {} CPU ranks, but MPI sees only this one: srun did not pass on what MPI "
-                                 "needs. Use srun --mpi=pmix (srun --mpi=list shows the choice), mpirun or "
-                                 "scripts/launch.sh", launch.world_size));
+    throw UsageError(
+        fmt::format("srun started {} CPU ranks, but MPI sees only this one: srun did not pass on what MPI "
+                    "needs. Use srun --mpi=pmix (srun --mpi=list shows the choice), mpirun or "
+                    "scripts/launch.sh",
+                    launch.world_size));
   }
   if (size == 1) {
-    throw UsageError(fmt::format("{} started {} CPU ranks, but MPI sees only this one: CPU ranks exchange over MPI and "
-                                 "must be started by it. Use mpirun or scripts/launch.sh, or train on GPUs with "
-                                 "--device cuda", launch.launcher, launch.world_size));
+    throw UsageError(
+        fmt::format("{} started {} CPU ranks, but MPI sees only this one: CPU ranks exchange over MPI and "
+                    "must be started by it. Use mpirun or scripts/launch.sh, or train on GPUs with "
+                    "--device cuda",
+                    launch.launcher, launch.world_size));
   }
-  throw UsageError(fmt::format("the launcher ({}) says that this is rank {} of {}, MPI says rank {} of {}. Start the ranks "
-                               "with mpirun or scripts/launch.sh alone", launch.launcher, launch.rank,
-                               launch.world_size, rank, size));
+  throw UsageError(
+      fmt::format("the launcher ({}) says that this is rank {} of {}, MPI says rank {} of {}. Start the ranks "
+                  "with mpirun or scripts/launch.sh alone",
+                  launch.launcher, launch.rank, launch.world_size, rank, size));
 }
 
 MpiRuntime::~MpiRuntime() {
@@ -119,8 +125,9 @@ bool started_by_mpi(const Launch& launch) {
 #else
 
 std::unique_ptr<MpiRuntime> MpiRuntime::start(const Launch&) {
-  throw UsageError("CPU ranks exchange over MPI, but this was built without it: install libopenmpi-dev and openmpi-bin "
-                   "and configure again with -DMGP_MPI=ON, or train on GPUs with --device cuda");
+  throw UsageError(
+      "CPU ranks exchange over MPI, but this was built without it: install libopenmpi-dev and openmpi-bin "
+      "and configure again with -DMGP_MPI=ON, or train on GPUs with --device cuda");
 }
 
 MpiRuntime::~MpiRuntime() = default;

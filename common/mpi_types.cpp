@@ -52,13 +52,19 @@ void check_mpi(int result, const std::string& what) {
 
 MPI_Datatype mpi_type(at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return MPI_DOUBLE;
-    case at::kFloat: return MPI_FLOAT;
+    case at::kDouble:
+      return MPI_DOUBLE;
+    case at::kFloat:
+      return MPI_FLOAT;
     case at::kHalf:
-    case at::kBFloat16: return MPI_UINT16_T;
-    case at::kLong: return MPI_INT64_T;
-    case at::kInt: return MPI_INT32_T;
-    default: return MPI_UINT8_T;  // the communicator lets nothing else through
+    case at::kBFloat16:
+      return MPI_UINT16_T;
+    case at::kLong:
+      return MPI_INT64_T;
+    case at::kInt:
+      return MPI_INT32_T;
+    default:
+      return MPI_UINT8_T;  // the communicator lets nothing else through
   }
 }
 

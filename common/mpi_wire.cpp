@@ -1,5 +1,6 @@
-// The MPI wire, for CPU ranks. Every call is non-blocking: it posts requests, and wait() asks MPI about them until they are
-// complete. MPI moves messages only inside such questions, so what overlaps is what asks (Communicator::progress()).
+// The MPI wire, for CPU ranks. Every call is non-blocking: it posts requests, and wait() asks MPI about them until they
+// are complete. MPI moves messages only inside such questions, so what overlaps is what asks
+// (Communicator::progress()).
 #include "common/error.hpp"
 #include "common/session.hpp"
 #include "common/wire.hpp"
@@ -28,7 +29,7 @@ struct MpiPart : Work::State::WirePart {
   };
   std::vector<MPI_Request> requests;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  ///< (to, from): results that could not be made in place
-  std::vector<at::Tensor> averages;  ///< sums, to be divided by the number of ranks
+  std::vector<at::Tensor> averages;                       ///< sums, to be divided by the number of ranks
   std::vector<Expected> expected;
   bool complete = false;
 };
@@ -70,21 +71,31 @@ class MpiWire : public Wire {
     auto& part = static_cast<MpiPart&>(*state.part);
     const std::string& what = state.description;
     switch (call.kind) {
-      case CallKind::barrier: check_mpi(MPI_Ibarrier(comm_, next(part)), what); break;
+      case CallKind::barrier:
+        check_mpi(MPI_Ibarrier(comm_, next(part)), what);
+        break;
       case CallKind::all_reduce:
-      case CallKind::reduce: reduce(part, call, what); break;
-      case CallKind::all_gather: all_gather(part, call, what); break;
-      case CallKind::reduce_scatter: reduce_scatter(part, call, what); break;
+      case CallKind::reduce:
+        reduce(part, call, what);
+        break;
+      case CallKind::all_gather:
+        all_gather(part, call, what);
+        break;
+      case CallKind::reduce_scatter:
+        reduce_scatter(part, call, what);
+        break;
       case CallKind::broadcast:
         in_chunks(call.output.numel(), [&](int64_t first, int count) {
           check_mpi(MPI_Ibcast(at_element(call.output, first), count, mpi_type(call.output.scalar_type()), call.peer,
-                               comm_, next(part)), what);
+                               comm_, next(part)),
+                    what);
         });
         break;
       case CallKind::send:
         in_chunks(call.input.numel(), [&](int64_t first, int count) {
           check_mpi(MPI_Isend(at_element(call.input, first), count, mpi_type(call.input.scalar_type()), call.peer, 0,
-                              comm_, next(part)), what);
+                              comm_, next(part)),
+                    what);
         });
         break;
       case CallKind::recv:
@@ -200,14 +211,16 @@ class MpiWire : public Wire {
     const bool in_place = call.input.data_ptr() == slot;
     if (count <= chunk_limit) {
       check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : call.input.data_ptr(), static_cast<int>(count), type,
-                               call.output.data_ptr(), static_cast<int>(count), type, comm_, next(part)), what);
+                               call.output.data_ptr(), static_cast<int>(count), type, comm_, next(part)),
+                what);
       return;
     }
     // Each rank's part in pieces, from its owner to all.
     if (!in_place) call.output.view({-1}).narrow(0, rank_ * count, count).copy_(call.input.view({-1}));
     for (int owner = 0; owner < size_; ++owner) {
       in_chunks(count, [&](int64_t first, int piece) {
-        check_mpi(MPI_Ibcast(at_element(call.output, owner * count + first), piece, type, owner, comm_, next(part)), what);
+        check_mpi(MPI_Ibcast(at_element(call.output, owner * count + first), piece, type, owner, comm_, next(part)),
+                  what);
       });
     }
   }
@@ -225,13 +238,15 @@ class MpiWire : public Wire {
     }
     if (count <= chunk_limit) {
       check_mpi(MPI_Ireduce_scatter_block(call.input.data_ptr(), result.data_ptr(), static_cast<int>(count), type, op,
-                                          comm_, next(part)), what);
+                                          comm_, next(part)),
+                what);
     } else {
       for (int owner = 0; owner < size_; ++owner) {
         in_chunks(count, [&](int64_t first, int piece) {
           void* const target = rank_ == owner ? at_element(result, first) : nullptr;
           check_mpi(MPI_Ireduce(at_element(call.input, owner * count + first), target, piece, type, op, owner, comm_,
-                                next(part)), what);
+                                next(part)),
+                    what);
         });
       }
     }
@@ -244,8 +259,8 @@ class MpiWire : public Wire {
       int count = 0;
       MPI_Get_count(&statuses[expected.request], expected.type, &count);
       if (count == expected.count) continue;
-      throw RunError(fmt::format("{}: the tensor has room for {} elements, the message has {}", what, expected.count,
-                                 count));
+      throw RunError(
+          fmt::format("{}: the tensor has room for {} elements, the message has {}", what, expected.count, count));
     }
   }
 
@@ -263,9 +278,7 @@ std::shared_ptr<Wire> make_mpi_wire(Session& session, const GroupFacts& facts) {
   return std::make_shared<MpiWire>(session, facts, MPI_COMM_WORLD, std::make_shared<MpiOps>());
 }
 
-void set_mpi_chunk_limit(int64_t elements) {
-  chunk_limit = elements > 0 ? elements : std::numeric_limits<int>::max();
-}
+void set_mpi_chunk_limit(int64_t elements) { chunk_limit = elements > 0 ? elements : std::numeric_limits<int>::max(); }
 
 }  // namespace mgp
 

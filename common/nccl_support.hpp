@@ -13,22 +13,33 @@ namespace mgp {
 
 inline ncclDataType_t nccl_type(at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return ncclFloat64;
-    case at::kFloat: return ncclFloat32;
-    case at::kHalf: return ncclFloat16;
-    case at::kBFloat16: return ncclBfloat16;
-    case at::kLong: return ncclInt64;
-    case at::kInt: return ncclInt32;
-    default: return ncclUint8;  // the communicator lets nothing else through
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    case at::kLong:
+      return ncclInt64;
+    case at::kInt:
+      return ncclInt32;
+    default:
+      return ncclUint8;  // the communicator lets nothing else through
   }
 }
 
 inline ncclRedOp_t nccl_op(ReduceOp op) {
   switch (op) {
-    case ReduceOp::sum: return ncclSum;
-    case ReduceOp::avg: return ncclAvg;
-    case ReduceOp::max: return ncclMax;
-    case ReduceOp::min: return ncclMin;
+    case ReduceOp::sum:
+      return ncclSum;
+    case ReduceOp::avg:
+      return ncclAvg;
+    case ReduceOp::max:
+      return ncclMax;
+    case ReduceOp::min:
+      return ncclMin;
   }
   return ncclSum;
 }
@@ -47,8 +58,9 @@ class StreamFence {
   cudaEvent_t event_ = nullptr;
 };
 
-/// The watchdog's thread asks about events. It must do so on this rank's device (another one would get a context of some
-/// 500 MB), and without disturbing a graph capture on another thread, which by default forbids such questions everywhere.
+/// The watchdog's thread asks about events. It must do so on this rank's device (another one would get a context of
+/// some 500 MB), and without disturbing a graph capture on another thread, which by default forbids such questions
+/// everywhere.
 inline void enter_watching_thread(at::Device device) {
   thread_local bool entered = false;
   if (entered) return;

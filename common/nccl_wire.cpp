@@ -6,9 +6,9 @@
 //                                   │ in                                         │
 //   this stream                     └─► began ─► ncclAllReduce ─► ended ─► out ──┘
 //
-// `in` and `out` are plain events that order the streams; began and ended carry times. The communicator is non-blocking:
-// NCCL's calls return at once with ncclInProgress, and we ask until they are done. So the host never hangs inside NCCL
-// where no deadline could reach it, and ncclCommAbort is always safe.
+// `in` and `out` are plain events that order the streams; began and ended carry times. The communicator is
+// non-blocking: NCCL's calls return at once with ncclInProgress, and we ask until they are done. So the host never
+// hangs inside NCCL where no deadline could reach it, and ncclCommAbort is always safe.
 #include "common/error.hpp"
 #include "common/session.hpp"
 #include "common/wire.hpp"
@@ -154,7 +154,8 @@ class NcclWire : public Wire {
   }
 
   bool done(Work::State& state) override {
-    return !state.captured && state.progress->launched.load(std::memory_order_acquire) && state.progress->ended.passed();
+    return !state.captured && state.progress->launched.load(std::memory_order_acquire) &&
+           state.progress->ended.passed();
   }
 
   std::shared_ptr<Wire> split(int color, int key, const GroupFacts& facts) override {
@@ -170,21 +171,22 @@ class NcclWire : public Wire {
     auto child = std::make_shared<NcclWire>(session_, facts);
     ncclConfig_t config = child->configure();
     const std::string what = fmt::format("splitting '{}' off '{}'", facts.name, name_);
-    ncclComm_t comm = nullptr;
-    const ncclResult_t started = ncclCommSplit(comm_, stays_out ? NCCL_SPLIT_NOCOLOR : color, key, &comm, &config);
+    // A thread of NCCL makes the child and writes its handle when it is complete; the parent's state alone may say
+    // "success" before. On the heap, and not freed when this fails: that thread may still be at work then.
+    auto* const comm = new ncclComm_t(nullptr);
+    const ncclResult_t started = ncclCommSplit(comm_, stays_out ? NCCL_SPLIT_NOCOLOR : color, key, comm, &config);
     if (started != ncclInProgress) check(started, what);
-    // A thread of NCCL makes the child, and its handle stays null until it is complete: the parent's state alone may say
-    // "success" before.
     const auto complete = [&] {
       ncclResult_t parent = ncclSuccess;
       check(ncclCommGetAsyncError(comm_, &parent), what);
       if (parent == ncclInProgress) return false;
       check(parent, what);
-      return stays_out || *static_cast<ncclComm_t volatile*>(&comm) != nullptr;
+      return stays_out || *static_cast<ncclComm_t volatile*>(comm) != nullptr;
     };
     session_.poll_until(complete, what);
     if (stays_out) return nullptr;
-    child->comm_ = comm;
+    child->comm_ = *comm;
+    delete comm;
     child->settle(ncclInProgress, what);  // the child has a state of its own
     session_.add_wire(child.get());
     return child;
@@ -242,19 +244,26 @@ class NcclWire : public Wire {
     const auto in_count = static_cast<size_t>(call.input.numel());
     const auto out_count = static_cast<size_t>(call.output.numel());
     const ncclDataType_t type = nccl_type(call.input.scalar_type());
-    // With one rank the average is the sum. (NCCL 2.28.9's kernel for an average over one rank leaves the last element of
-    // some odd counts unwritten when input and output differ: seen with 4099 doubles.)
+    // With one rank the average is the sum. (NCCL 2.28.9's kernel for an average over one rank leaves the last element
+    // of some odd counts unwritten when input and output differ: seen with 4099 doubles.)
     const ncclRedOp_t op = nccl_op(size_ == 1 && call.op == ReduceOp::avg ? ReduceOp::sum : call.op);
     cudaStream_t stream = stream_.stream();
     switch (call.kind) {
       case CallKind::barrier:
-      case CallKind::all_reduce: return ncclAllReduce(input, output, in_count, type, op, comm_, stream);
-      case CallKind::all_gather: return ncclAllGather(input, output, in_count, type, comm_, stream);
-      case CallKind::reduce_scatter: return ncclReduceScatter(input, output, out_count, type, op, comm_, stream);
-      case CallKind::broadcast: return ncclBroadcast(input, output, in_count, type, call.peer, comm_, stream);
-      case CallKind::reduce: return ncclReduce(input, output, in_count, type, op, call.peer, comm_, stream);
-      case CallKind::send: return ncclSend(input, in_count, type, call.peer, comm_, stream);
-      case CallKind::recv: return ncclRecv(output, out_count, type, call.peer, comm_, stream);
+      case CallKind::all_reduce:
+        return ncclAllReduce(input, output, in_count, type, op, comm_, stream);
+      case CallKind::all_gather:
+        return ncclAllGather(input, output, in_count, type, comm_, stream);
+      case CallKind::reduce_scatter:
+        return ncclReduceScatter(input, output, out_count, type, op, comm_, stream);
+      case CallKind::broadcast:
+        return ncclBroadcast(input, output, in_count, type, call.peer, comm_, stream);
+      case CallKind::reduce:
+        return ncclReduce(input, output, in_count, type, op, call.peer, comm_, stream);
+      case CallKind::send:
+        return ncclSend(input, in_count, type, call.peer, comm_, stream);
+      case CallKind::recv:
+        return ncclRecv(output, out_count, type, call.peer, comm_, stream);
     }
     return ncclInvalidArgument;
   }
@@ -295,11 +304,16 @@ std::shared_ptr<Wire> make_nccl_wire(Session& session, const GroupFacts& facts) 
   if (session.rendezvous) {
     int version = 0;
     ncclGetVersion(&version);
-    const std::vector<std::string> versions = session.exchange_text(facts, 1, std::to_string(version), "comparing NCCL versions");
+    GroupFacts before = facts;  // the communicator counts its own exchanges from 1
+    before.id += "#nccl";
+    const std::vector<std::string> versions =
+        session.exchange_text(before, 1, std::to_string(version), "comparing NCCL versions");
     for (size_t rank = 0; rank < versions.size(); ++rank) {
       if (versions[rank] == versions[0]) continue;
-      throw UsageError(fmt::format("rank 0 runs NCCL {}, rank {} runs NCCL {}: all ranks need the same (numbers are "
-                                   "NCCL's version codes)", versions[0], rank, versions[rank]));
+      throw UsageError(
+          fmt::format("rank 0 runs NCCL {}, rank {} runs NCCL {}: all ranks need the same (numbers are "
+                      "NCCL's version codes)",
+                      versions[0], rank, versions[rank]));
     }
   }
   auto wire = std::make_shared<NcclWire>(session, facts);
@@ -314,8 +328,9 @@ std::shared_ptr<Wire> make_nccl_wire(Session& session, const GroupFacts& facts) 
 namespace mgp {
 
 std::shared_ptr<Wire> make_nccl_wire(Session&, const GroupFacts&) {
-  throw UsageError("GPU ranks exchange over NCCL, but this was built without CUDA or NCCL: configure again with "
-                   "-DMGP_CUDA=ON -DMGP_NCCL=ON, or train on the CPU with --device cpu");
+  throw UsageError(
+      "GPU ranks exchange over NCCL, but this was built without CUDA or NCCL: configure again with "
+      "-DMGP_CUDA=ON -DMGP_NCCL=ON, or train on the CPU with --device cpu");
 }
 
 }  // namespace mgp

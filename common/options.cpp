@@ -2,14 +2,11 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/cuda.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 
-#include "common/atomic_file.hpp"
 #include "common/error.hpp"
 #include "common/text.hpp"
 
@@ -25,8 +22,6 @@ struct RawOptions {
 };
 
 const char* kShort = "Options";
-constexpr double kPresetLr = -1.0;  // no --lr was given: settle() takes the preset's
-
 /// Declares every shared flag. Flags of the group "More options" show only in --help-all.
 void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   const std::string more = all ? "More options" : "";  // CLI11 hides options of the group ""
@@ -37,14 +32,17 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_option("--preset", o.preset, "model size: tiny, small or base (base on GPUs, tiny on CPUs)")->group(kShort);
   app.add_option("--model", o.model_kind, "classifier (Transformer encoder) or mlp")->group(kShort);
   app.add_option("--steps", o.steps, "the run ends after this optimizer step (50)")->group(kShort);
-  app.add_option("--batch-size", o.batch_size, "rows per data-parallel rank (base 32, small 16, tiny 8)")->group(kShort);
+  app.add_option("--batch-size", o.batch_size, "rows per data-parallel rank (base 32, small 16, tiny 8)")
+      ->group(kShort);
   app.add_option("--accumulate", o.accumulate, "cut a rank's rows into K backward passes, one gradient exchange (1)")
       ->group(kShort);
   app.add_option("--device", o.device, "auto, cpu, cuda or a GPU's index")->group(kShort);
   app.add_option("--precision", raw.precision, "fp32, tf32, bf16 (autocast) or fp64")->group(kShort);
   app.add_option("--data", o.data, "fresh, or repeat: one batch again and again, the loss must fall")->group(kShort);
   app.add_flag("--verify", o.verify, "prove equality with one device; exit code 3 on a difference")->group(kShort);
-  app.add_option("--save", raw.save, "write a full-state checkpoint at the end [FILE.pt]")->expected(0, 1)->group(kShort);
+  app.add_option("--save", raw.save, "write a full-state checkpoint at the end [FILE.pt]")
+      ->expected(0, 1)
+      ->group(kShort);
   app.add_option("--load", o.load, "continue from a checkpoint")->group(kShort);
   app.add_flag("--predict", o.predict, "print memory and bytes per step without a device, and stop")->group(kShort);
 
@@ -73,14 +71,17 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_flag("--resume", o.resume, "load the --save file if it is there")->group(more);
   app.add_option("--dump-batches", o.dump_batches, "write the global batches that were trained on [FILE.safetensors]")
       ->group(more);
-  app.add_option("--dump-gradients", o.dump_gradients, "write the first step's gradients before clipping [FILE.safetensors]")
+  app.add_option("--dump-gradients", o.dump_gradients,
+                 "write the first step's gradients before clipping [FILE.safetensors]")
       ->group(more);
-  app.add_option("--metrics", o.metrics, "write one JSON object per step and one for the run [FILE.jsonl]")->group(more);
+  app.add_option("--metrics", o.metrics, "write one JSON object per step and one for the run [FILE.jsonl]")
+      ->group(more);
   app.add_option("--world", o.world, "ranks to predict for, with --predict")->group(more);
   app.add_option("--debug", raw.debug, "off, info (log each collective) or detail (prove that all ranks agree first)")
       ->group(more);
   app.add_option("--comm-timeout", o.comm_timeout, "seconds that a collective may take (300)")->group(more);
-  app.add_option("--inject", raw.inject, "planned fault KIND@RANK,STEP; KIND: exit, throw, segv, stall")->group(more)
+  app.add_option("--inject", raw.inject, "planned fault KIND@RANK,STEP; KIND: exit, throw, segv, stall")
+      ->group(more)
       ->allow_extra_args(false);
   app.add_flag("--environment", o.environment, "print versions, devices and launcher, and stop")->group(more);
 }
@@ -155,18 +156,14 @@ std::string explain(const CLI::ParseError& error, const CLI::App& app, const std
   return line + "; --help-all lists all options";
 }
 
-void override_size(int64_t raw, const char* flag, int64_t& size) {
-  if (raw < 0) refuse(fmt::format("{} is {}: must be at least 1", flag, raw));
-  if (raw > 0) size = raw;
-}
-
 /// The sizes that the user gave; applied on top of the preset in settle(), so kept in Options::model until then.
 void keep_overrides(const RawOptions& raw, const CLI::App& app, ModelConfig& model) {
   const std::pair<const char*, int64_t> given[] = {
       {"--vocab-size", raw.vocab_size}, {"--seq-len", raw.seq_len}, {"--dim", raw.dim},        {"--heads", raw.heads},
       {"--layers", raw.layers},         {"--mlp-dim", raw.mlp_dim}, {"--classes", raw.classes}};
   for (const auto& [flag, value] : given) {
-    if (app.get_option(flag)->count() > 0 && value < 1) refuse(fmt::format("{} is {}: must be at least 1", flag, value));
+    if (app.get_option(flag)->count() > 0 && value < 1)
+      refuse(fmt::format("{} is {}: must be at least 1", flag, value));
   }
   model.vocab_size = raw.vocab_size;
   model.seq_len = raw.seq_len;
@@ -194,12 +191,14 @@ void check_values(const Options& o) {
   for (const double value : {o.lr.lr, o.adamw.weight_decay, o.clip_norm}) {
     if (!std::isfinite(value)) refuse("--lr, --weight-decay and --clip-norm must be finite numbers");
   }
-  if (o.verify && o.dropout > 0) refuse(fmt::format("--verify needs --dropout 0, not {}: masks differ by rank", o.dropout));
+  if (o.verify && o.dropout > 0)
+    refuse(fmt::format("--verify needs --dropout 0, not {}: masks differ by rank", o.dropout));
   if (o.verify && o.steps == 0) refuse("--verify needs --steps of at least 1, not 0");
   if (o.save_every > 0 && !o.save) refuse(fmt::format("--save-every {} needs --save [FILE.pt]", o.save_every));
   if (o.resume && !o.save) refuse("--resume needs --save [FILE.pt], the file to resume from and to write");
   if (o.resume && !o.load.empty()) refuse("--resume and --load both name a checkpoint: give one of them");
-  if (o.world != 0 && !o.predict) refuse(fmt::format("--world {} goes with --predict; a launcher sets the ranks", o.world));
+  if (o.world != 0 && !o.predict)
+    refuse(fmt::format("--world {} goes with --predict; a launcher sets the ranks", o.world));
   if (o.world < 0) refuse(fmt::format("--world is {}: must be at least 1", o.world));
 }
 
@@ -220,7 +219,7 @@ std::string help_text(const TrainerInfo& trainer, bool all, const ExtraFlags& ex
 
 void parse_options(int argc, char** argv, const TrainerInfo& trainer, Options& options, const ExtraFlags& extra) {
   options.trainer = trainer;
-  options.lr.lr = kPresetLr;
+  options.lr.lr = kPresetLr;  // unless --lr is given
   RawOptions raw;
   CLI::App app(trainer.summary, trainer.name);
   declare(app, options, raw, /*all=*/true);
@@ -257,94 +256,6 @@ void parse_options(int argc, char** argv, const TrainerInfo& trainer, Options& o
   }
   keep_overrides(raw, app, options.model);
   check_values(options);
-}
-
-void settle(Options& options, const Launch& launch) {
-  if (!options.trainer.many_ranks && launch.world_size > 1) {
-    refuse(fmt::format("{} runs in one process, but {} started {} ranks: start it without a launcher",
-                       options.trainer.name, launch.launcher, launch.world_size));
-  }
-  if (options.world == 0 || !options.predict) options.world = launch.world_size;
-  if (options.world > 1 && !options.trainer.many_ranks) {
-    refuse(fmt::format("{} runs in one process: --world {} has no meaning here", options.trainer.name, options.world));
-  }
-  // A prediction is about GPUs, wherever it is made; everything else depends on what this machine has.
-  options.cuda = options.device != "cpu" && (options.predict || options.device != "auto" || torch::cuda::is_available());
-  if (options.preset.empty()) options.preset = options.cuda ? "base" : "tiny";
-  if (!options.cuda && options.precision == Precision::tf32) {
-    refuse("--precision tf32 needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU");
-  }
-
-  const ModelConfig given = options.model;
-  options.model = preset_config(options.preset, options.model_kind == "mlp" ? ModelKind::mlp : ModelKind::classifier);
-  override_size(given.vocab_size, "--vocab-size", options.model.vocab_size);
-  override_size(given.seq_len, "--seq-len", options.model.seq_len);
-  override_size(given.dim, "--dim", options.model.dim);
-  override_size(given.heads, "--heads", options.model.heads);
-  override_size(given.layers, "--layers", options.model.layers);
-  override_size(given.mlp_dim, "--mlp-dim", options.model.mlp_dim);
-  override_size(given.classes, "--classes", options.model.classes);
-  options.model.dropout = options.dropout;
-  check_config(options.model);
-
-  if (options.lr.lr == kPresetLr) {
-    options.lr.lr = options.preset == "base" ? 3e-4 : options.preset == "small" ? 5e-4 : 1e-3;
-  }
-  const int64_t ranks = options.world;
-  if (options.global_batch_size == 0) {
-    if (options.batch_size == 0) options.batch_size = options.preset == "base" ? 32 : options.preset == "small" ? 16 : 8;
-    options.global_batch_size = options.batch_size * ranks;
-  }
-  options.batch_size = slice_rows(options.global_batch_size, 0, ranks).size();  // the largest rank's rows
-  if (options.global_batch_size < ranks * options.accumulate) {
-    refuse(fmt::format("a global batch of {} rows cut over {} rank{} x --accumulate {} leaves a part empty: at least {} "
-                       "rows are needed (--global-batch-size or --batch-size)",
-                       options.global_batch_size, ranks, ranks == 1 ? "" : "s", options.accumulate,
-                       ranks * options.accumulate));
-  }
-
-  for (const auto& [flag, path] : {std::pair<const char*, std::string>{"--save", options.save.value_or("")},
-                                   {"--metrics", options.metrics},
-                                   {"--dump-batches", options.dump_batches},
-                                   {"--dump-gradients", options.dump_gradients}}) {
-    if (!path.empty() && launch.rank == 0) check_writable(path, flag);
-  }
-  if (options.resume && ::access(options.save->c_str(), F_OK) == 0) options.load = *options.save;
-  if (!options.load.empty() && ::access(options.load.c_str(), R_OK) != 0) {
-    refuse(fmt::format("--load {}: {}", options.load, std::strerror(errno)));
-  }
-}
-
-std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
-  const ModelConfig& m = o.model;
-  const int64_t tokens = o.global_batch_size * m.seq_len;
-  std::vector<std::pair<std::string, std::string>> rows = {
-      {"command", o.command},
-      {"model", fmt::format("{} {}: {} parameters", o.preset, o.model_kind, with_commas(parameter_count(m)))},
-      {"sizes", fmt::format("V {}  T {}  C {}  H {}  layers {}  F {}  classes {}", m.vocab_size, m.seq_len, m.dim, m.heads,
-                            m.layers, m.mlp_dim, m.classes)},
-      {"ranks", fmt::format("{} on {}", o.world, o.cuda ? "GPUs" : "CPUs")},
-      {"batch", fmt::format("{} rows a step = {} rank{} x {}{}, {} tokens", o.global_batch_size, o.world,
-                            o.world == 1 ? "" : "s", o.batch_size,
-                            o.global_batch_size % o.world != 0 ? " or one less" : "", with_commas(tokens))},
-      {"accumulate", fmt::format("{} backward pass{} a step", o.accumulate, o.accumulate == 1 ? "" : "es")},
-      {"precision", to_string(o.precision) + (o.precision == Precision::bf16 ? " autocast, fp32 weights" : "")},
-      {"data", fmt::format("{}, seed {}", o.data, o.seed)},
-      {"optimizer", fmt::format("fused AdamW, lr {} ({}, warm-up {}), weight decay {}, clip norm {}", o.lr.lr,
-                                o.lr.kind == LrSchedule::Kind::cosine ? "cosine" : "constant", o.lr.warmup,
-                                o.adamw.weight_decay, o.clip_norm)},
-      {"dropout", fmt::format("{}", o.dropout)},
-      {"deterministic", o.deterministic ? "yes" : "no"},
-      {"steps", fmt::format("to {}, {} left out of the timings, a line every {}", o.steps, o.warmup_steps, o.log_every)},
-  };
-  if (!o.load.empty()) rows.emplace_back("load", o.load);
-  if (o.save) rows.emplace_back("save", *o.save + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
-  if (!o.metrics.empty()) rows.emplace_back("metrics", o.metrics);
-  rows.emplace_back("communication",
-                    fmt::format("deadline {} s, debug {}", o.comm_timeout,
-                                o.debug == DebugLevel::off ? "off" : o.debug == DebugLevel::info ? "info" : "detail"));
-  if (!o.inject.empty()) rows.emplace_back("inject", fmt::format("{} planned faults", o.inject.size()));
-  return rows;
 }
 
 }  // namespace mgp

@@ -37,6 +37,9 @@ struct Injection {
   int64_t step = -1;
 };
 
+/// Options::lr.lr until settle(), where no --lr was given: the learning rate goes with the preset.
+inline constexpr double kPresetLr = -1.0;
+
 struct Options {
   TrainerInfo trainer;
   std::string command;  ///< the command line, for the record

@@ -38,9 +38,9 @@ int64_t backward_temporaries(const ModelConfig& config, Precision precision, int
 }  // namespace
 
 int64_t activation_bytes(const ModelConfig& m, Precision precision, bool math_attention, int64_t rows) {
-  const int64_t s = bytes_of(storage_dtype(precision));  // residual stream and norms
-  const int64_t h = compute_bytes(precision);            // matmuls, attention, GELU
-  const int64_t tokens = rows * m.seq_len;               // B*T
+  const int64_t s = bytes_of(storage_dtype(precision));        // residual stream and norms
+  const int64_t h = compute_bytes(precision);                  // matmuls, attention, GELU
+  const int64_t tokens = rows * m.seq_len;                     // B*T
   const int64_t stats = 2 * tokens * std::max<int64_t>(s, 4);  // mean and 1/std of one LayerNorm
 
   int64_t layer = 0;
@@ -120,14 +120,14 @@ double wire_bytes(const std::string& call, double payload, int ranks) {
 
 std::string memory_table(const MemoryPrediction& p) {
   std::vector<std::vector<std::string>> rows;
-  for (const auto& [kind, bytes] : std::vector<std::pair<std::string, int64_t>>{
-           {"parameters", p.parameters},
-           {"optimizer (AdamW moments)", p.optimizer},
-           {"communication buffers", p.communication_buffers},
-           {"gradients outside of them", p.gradients},
-           {"activations and temporaries", p.activations},
-           {"cuBLAS workspace", p.workspace},
-           {"peak", p.peak()}}) {
+  for (const auto& [kind, bytes] :
+       std::vector<std::pair<std::string, int64_t>>{{"parameters", p.parameters},
+                                                    {"optimizer (AdamW moments)", p.optimizer},
+                                                    {"communication buffers", p.communication_buffers},
+                                                    {"gradients outside of them", p.gradients},
+                                                    {"activations and temporaries", p.activations},
+                                                    {"cuBLAS workspace", p.workspace},
+                                                    {"peak", p.peak()}}) {
     rows.push_back({kind, human_bytes(static_cast<double>(bytes)), with_commas(bytes)});
   }
   return table("memory per rank, predicted", rows, /*head=*/false);
@@ -137,10 +137,10 @@ std::string call_table(const std::vector<CallPrediction>& calls, int ranks) {
   std::vector<std::vector<std::string>> rows = {
       {"call", "calls (step 1)", "calls", "payload bytes", "ring model, bytes sent", "formula"}};
   for (const CallPrediction& call : calls) {
-    rows.push_back({call.call, std::to_string(call.first_step_calls), std::to_string(call.calls),
-                    with_commas(call.payload_bytes),
-                    with_commas(static_cast<int64_t>(wire_bytes(call.call, static_cast<double>(call.payload_bytes), ranks))),
-                    call.formula});
+    rows.push_back(
+        {call.call, std::to_string(call.first_step_calls), std::to_string(call.calls), with_commas(call.payload_bytes),
+         with_commas(static_cast<int64_t>(wire_bytes(call.call, static_cast<double>(call.payload_bytes), ranks))),
+         call.formula});
   }
   if (calls.empty()) return " nothing crosses the wire\n";
   return table(fmt::format("wire per step and rank, {} rank{}, predicted", ranks, ranks == 1 ? "" : "s"), rows, true);

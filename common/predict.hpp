@@ -18,9 +18,7 @@ struct MemoryPrediction {
   int64_t gradients = 0;              ///< those outside of buckets, at the moment of the peak
   int64_t activations = 0;            ///< kept by forward for backward, and backward's own temporaries
   int64_t workspace = 0;              ///< cuBLAS
-  int64_t peak() const {
-    return parameters + optimizer + communication_buffers + gradients + activations + workspace;
-  }
+  int64_t peak() const { return parameters + optimizer + communication_buffers + gradients + activations + workspace; }
 };
 
 /// What a pattern changes in the memory of plain data parallel training.
@@ -39,7 +37,7 @@ int64_t largest_batch(Options options, const MemoryPattern& pattern, int64_t fre
 
 /// Calls of one kind in one step.
 struct CallPrediction {
-  std::string call;           ///< "all_reduce"
+  std::string call;              ///< "all_reduce"
   int64_t first_step_calls = 0;  ///< DDP's first step uses other buckets than the rest
   int64_t calls = 0;
   int64_t payload_bytes = 0;  ///< bytes per step, as the ledger counts them

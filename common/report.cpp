@@ -74,7 +74,8 @@ std::string banner(const Options& options, const Launch& launch, const std::vect
   std::string text = table(options.trainer.summary, to_rows(settings(options)), /*head=*/false);
   text += fmt::format("world {}, launched by {}{}, wire {}\n", launch.world_size, launch.launcher,
                       launch.matched.empty() ? "" : " (" + launch.matched + ")", wire);
-  std::vector<std::vector<std::string>> rows = {{"rank", "pid", "host", "device", "nvidia-smi", "uuid", "name", "memory", "threads"}};
+  std::vector<std::vector<std::string>> rows = {
+      {"rank", "pid", "host", "device", "nvidia-smi", "uuid", "name", "memory", "threads"}};
   for (const DeviceFacts& d : devices) {
     rows.push_back({std::to_string(d.rank), std::to_string(d.pid), d.host, d.device,
                     d.physical >= 0 ? "GPU " + std::to_string(d.physical) : "-", d.uuid.empty() ? "-" : d.uuid, d.name,
@@ -82,15 +83,17 @@ std::string banner(const Options& options, const Launch& launch, const std::vect
   }
   text += table("devices", rows, /*head=*/true);
   if (launch.share_gpu && launch.local_size > 1) {
-    text += fmt::format("{} ranks share one GPU: the collectives are real, the times mean nothing\n", launch.local_size);
+    text +=
+        fmt::format("{} ranks share one GPU: the collectives are real, the times mean nothing\n", launch.local_size);
   }
   return text;
 }
 
 std::string environment_report(const Launch& launch) {
   std::string text = table("environment", to_rows(environment_lines()), /*head=*/false);
-  text += fmt::format("launcher {}: rank {} of {}, local rank {} of {}{}\n", launch.launcher, launch.rank, launch.world_size,
-                      launch.local_rank, launch.local_size, launch.matched.empty() ? "" : " (" + launch.matched + ")");
+  text += fmt::format("launcher {}: rank {} of {}, local rank {} of {}{}\n", launch.launcher, launch.rank,
+                      launch.world_size, launch.local_rank, launch.local_size,
+                      launch.matched.empty() ? "" : " (" + launch.matched + ")");
   return text;
 }
 
@@ -106,7 +109,8 @@ std::string memory_row(const Launch& launch, [[maybe_unused]] at::Device device)
   return fmt::format("{} {} {} {}", launch.rank, allocated, reserved, host_peak_bytes());
 }
 
-void Report::begin(const Options& options, const Launch& launch, at::Device device, const std::vector<DeviceFacts>& devices) {
+void Report::begin(const Options& options, const Launch& launch, at::Device device,
+                   const std::vector<DeviceFacts>& devices) {
   options_ = options;
   launch_ = launch;
   cuda_ = device.is_cuda();
@@ -163,9 +167,10 @@ double Report::median(Member member) const {
 
 std::string Report::progress_line() const {
   const double step_ms = median(&StepNumbers::ms);
-  std::string line = fmt::format("step {:>5}/{}  loss {:.6f}  grad norm {:.4f}  lr {:.2e}  {:.2f} ms  {} tokens/s  {:.2f} TFLOP/s",
-                                 last_.step, options_.steps, last_.loss, last_.grad_norm, last_.learning_rate, last_.ms,
-                                 with_commas(static_cast<int64_t>(last_.tokens_per_second)), last_.tflops);
+  std::string line =
+      fmt::format("step {:>5}/{}  loss {:.6f}  grad norm {:.4f}  lr {:.2e}  {:.2f} ms  {} tokens/s  {:.2f} TFLOP/s",
+                  last_.step, options_.steps, last_.loss, last_.grad_norm, last_.learning_rate, last_.ms,
+                  with_commas(static_cast<int64_t>(last_.tokens_per_second)), last_.tflops);
   if (!std::isnan(last_.mfu)) line += fmt::format("  MFU {:.1f}%", 100.0 * last_.mfu);
   if (!std::isnan(last_.exposed_ms)) line += fmt::format("  exposed {:.2f} ms", last_.exposed_ms);
   line += fmt::format("  ETA {}\n", human_seconds(static_cast<double>(options_.steps - last_.step) * step_ms / 1000.0));
@@ -215,7 +220,8 @@ std::string Report::memory_report(const MemoryPrediction& p, const std::vector<s
 
 std::string Report::ledger_report(const std::vector<CallPrediction>& predicted, const std::vector<LedgerRow>& measured,
                                   bool& equal) const {
-  std::vector<std::vector<std::string>> rows = {{"per step", "predicted calls", "measured", "predicted bytes", "measured", ""}};
+  std::vector<std::vector<std::string>> rows = {
+      {"per step", "predicted calls", "measured", "predicted bytes", "measured", ""}};
   equal = true;
   // A resumed run has no first step of the other kind: its buckets were saved.
   const bool has_first = !steps_.empty() && steps_.front().step == 1;
@@ -226,7 +232,9 @@ std::string Report::ledger_report(const std::vector<CallPrediction>& predicted, 
       const bool same = row.calls == calls && row.payload_bytes == call.payload_bytes;
       if (i == 0 || (has_first && i == 1) || !same) {
         const int64_t step = steps_[i].step;
-        const std::string label = i == 0 && has_first ? "step 1" : same ? fmt::format("steps {}...", step) : fmt::format("step {}", step);
+        const std::string label = i == 0 && has_first ? "step 1"
+                                  : same              ? fmt::format("steps {}...", step)
+                                                      : fmt::format("step {}", step);
         rows.push_back({label + " " + call.call, std::to_string(calls), std::to_string(row.calls),
                         with_commas(call.payload_bytes), with_commas(row.payload_bytes), same ? "equal" : "DIFFERENT"});
       }
@@ -236,8 +244,8 @@ std::string Report::ledger_report(const std::vector<CallPrediction>& predicted, 
   std::string text = predicted.empty() ? "" : table("wire, predicted and measured", rows, true);
   std::vector<std::vector<std::string>> all = {{"group", "call", "for", "calls", "payload bytes", "seconds"}};
   for (const LedgerRow& row : measured) {
-    all.push_back({row.group, row.call, row.purpose == Purpose::training ? "training" : "bookkeeping", std::to_string(row.calls),
-                   with_commas(row.payload_bytes), fmt::format("{:.3f}", row.seconds)});
+    all.push_back({row.group, row.call, row.purpose == Purpose::training ? "training" : "bookkeeping",
+                   std::to_string(row.calls), with_commas(row.payload_bytes), fmt::format("{:.3f}", row.seconds)});
   }
   return text + table("byte ledger of rank 0, whole run", all, true);
 }
@@ -252,18 +260,19 @@ std::string Report::summary() const {
     lowest = std::min(lowest, n.ms);
     highest = std::max(highest, n.ms);
   }
-  std::string text = fmt::format("step time {:.2f} ms median ({:.2f} to {:.2f}), {} tokens/s, {:.2f} TFLOP/s per rank\n", ms,
-                                 lowest, highest, with_commas(static_cast<int64_t>(median(&StepNumbers::tokens_per_second))),
-                                 median(&StepNumbers::tflops));
+  std::string text = fmt::format(
+      "step time {:.2f} ms median ({:.2f} to {:.2f}), {} tokens/s, {:.2f} TFLOP/s per rank\n", ms, lowest, highest,
+      with_commas(static_cast<int64_t>(median(&StepNumbers::tokens_per_second))), median(&StepNumbers::tflops));
   const double exposed = median(&StepNumbers::exposed_ms);
   if (!std::isnan(exposed)) {
     const double lead = median(&StepNumbers::lead_ms);
-    text += fmt::format("communication: the first all-reduce began {:.2f} ms {} backward ended; exposed {:.2f} ms a step ({:.1f}%)\n",
-                        std::abs(lead), lead > 0 ? "before" : "AFTER", exposed, ms > 0 ? 100.0 * exposed / ms : 0.0);
+    text += fmt::format(
+        "communication: the first all-reduce began {:.2f} ms {} backward ended; exposed {:.2f} ms a step ({:.1f}%)\n",
+        std::abs(lead), lead > 0 ? "before" : "AFTER", exposed, ms > 0 ? 100.0 * exposed / ms : 0.0);
     text += fmt::format("exposed tail: {} ({})\n", tail_label_, human_bytes(static_cast<double>(tail_bytes_)));
   }
   text += fmt::format("parameters after step {}: hash {:016x}{}\n", last_.step, parameter_hash_,
-                      !ranks_equal_           ? ", NOT equal on all ranks"
+                      !ranks_equal_            ? ", NOT equal on all ranks"
                       : launch_.world_size > 1 ? fmt::format(", equal on all {} ranks", launch_.world_size)
                                                : "");
   return text;

@@ -27,17 +27,17 @@ struct PendingStep {
 /// The same step in numbers.
 struct StepNumbers {
   int64_t step = 0;
-  double loss = 0;           ///< mean over the rows of the global batch
-  double grad_norm = 0;      ///< before clipping
+  double loss = 0;       ///< mean over the rows of the global batch
+  double grad_norm = 0;  ///< before clipping
   double learning_rate = 0;
-  double ms = 0;             ///< step time on this rank's device
-  double exposed_ms = NAN;   ///< the compute stream waited for communication; NaN: not measured
-  double lead_ms = NAN;      ///< from the begin of the first collective to the end of backward: > 0 means overlap
-  int64_t comm_calls = 0;    ///< training collectives of this step
-  int64_t comm_bytes = 0;    ///< their payload
+  double ms = 0;            ///< step time on this rank's device
+  double exposed_ms = NAN;  ///< the compute stream waited for communication; NaN: not measured
+  double lead_ms = NAN;     ///< from the begin of the first collective to the end of backward: > 0 means overlap
+  int64_t comm_calls = 0;   ///< training collectives of this step
+  int64_t comm_bytes = 0;   ///< their payload
   double tokens_per_second = 0;
-  double tflops = 0;         ///< per rank
-  double mfu = NAN;          ///< share of the device's peak; NaN: peak not known
+  double tflops = 0;  ///< per rank
+  double mfu = NAN;   ///< share of the device's peak; NaN: peak not known
 };
 
 std::string banner(const Options& options, const Launch& launch, const std::vector<DeviceFacts>& devices,
@@ -68,7 +68,8 @@ class Report {
                             const std::vector<std::pair<std::string, int64_t>>& measured_kinds,
                             const std::vector<std::string>& rank_rows) const;
   /// Predicted calls and bytes beside measured ones, first step and later steps; `equal` tells whether they agree.
-  std::string ledger_report(const std::vector<CallPrediction>& predicted, const std::vector<LedgerRow>& measured, bool& equal) const;
+  std::string ledger_report(const std::vector<CallPrediction>& predicted, const std::vector<LedgerRow>& measured,
+                            bool& equal) const;
   /// Step time (median, spread), throughput, exposed communication, hash.
   std::string summary() const;
   nlohmann::json run_object(const MemoryPrediction& predicted, const std::vector<std::string>& rank_memory,

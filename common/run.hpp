@@ -28,11 +28,11 @@ std::optional<int> answer_and_stop(const Options& options, const Launch& launch,
 
 /// When communication and compute of one step began and ended (gradient_reducer.hpp fills it).
 struct StepTimes {
-  Moment first_call_began;   ///< the first collective of the step, on the communication stream
-  Moment backward_ended;     ///< on the compute stream
-  Moment wait_began;         ///< the compute stream starts to wait for what is not hidden
+  Moment first_call_began;  ///< the first collective of the step, on the communication stream
+  Moment backward_ended;    ///< on the compute stream
+  Moment wait_began;        ///< the compute stream starts to wait for what is not hidden
   Moment wait_ended;
-  std::string last_label;    ///< what was waited for last: the exposed tail
+  std::string last_label;  ///< what was waited for last: the exposed tail
   int64_t last_bytes = 0;
 };
 
@@ -40,8 +40,8 @@ class Run {
  public:
   /// Prints the banner (settings, ranks and devices, predictions) on rank 0 and refuses a run that does not fit, with the
   /// batch size that would. `world` may be null for a trainer of one process.
-  Run(const Options& options, const Launch& launch, at::Device device, Communicator* world, const MemoryPattern& pattern,
-      std::vector<CallPrediction> calls);
+  Run(const Options& options, const Launch& launch, at::Device device, Communicator* world,
+      const MemoryPattern& pattern, std::vector<CallPrediction> calls);
   ~Run();
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
@@ -49,8 +49,8 @@ class Run {
   /// Restores model, optimizer and position from --load; returns the saved order of DDP's gradients (else empty).
   std::vector<std::string> load(AdamW& optimizer);
 
-  int64_t first_step() const;       ///< 1, or the step after the one that was loaded
-  bool wants(int64_t step) const;   ///< false after --steps, and on all ranks together after Ctrl-C
+  int64_t first_step() const;      ///< 1, or the step after the one that was loaded
+  bool wants(int64_t step) const;  ///< false after --steps, and on all ranks together after Ctrl-C
   double learning_rate(int64_t step) const;
 
   /// Measures the device memory that was taken since the last call, for the memory table ("parameters", ...).

@@ -30,7 +30,7 @@ struct Session {
   /// must see to it that this process ends.
   static void abandon(const std::shared_ptr<Session>& session);
 
-  /// Waits on the host until `ready`, for a call that needs `party`. Spins, then sleeps (ranks may share a core), at most
+  /// Waits on the host until `ready`, for a call that was started. Spins, then sleeps (ranks may share a core), at most
   /// `longest_sleep` at a time. Throws RunError when the deadline has passed or another rank has failed.
   void poll_until(const std::function<bool()>& ready, const std::string& what,
                   std::chrono::microseconds longest_sleep = std::chrono::microseconds(50));
@@ -54,7 +54,7 @@ struct Session {
   std::unique_ptr<MpiRuntime> mpi;         ///< null: not needed
   std::unique_ptr<Rendezvous> rendezvous;  ///< null: alone
   std::unique_ptr<Watchdog> watchdog;
-  std::atomic<bool> failed{false};         ///< leave without waiting for anybody
+  std::atomic<bool> failed{false};  ///< leave without waiting for anybody
 
  private:
   std::mutex wires_mutex_;

@@ -19,8 +19,8 @@ constexpr int64_t kPosition = static_cast<int64_t>(0x9E3779B97F4A7C15ULL);
 constexpr int64_t kMix = static_cast<int64_t>(0xBF58476D1CE4E5B9ULL);
 
 /// Wrapping sum of mixed words. Integer addition is exact in any order, so a GPU gives the same sum each time. The
-/// position goes into the mix, so that swapped words show; the shift spreads the high bits, so that flipping the signs of
-/// two numbers does not cancel.
+/// position goes into the mix, so that swapped words show; the shift spreads the high bits, so that flipping the signs
+/// of two numbers does not cancel.
 at::Tensor hash_words(const at::Tensor& words, const at::Tensor& positions, int64_t first) {
   at::Tensor mixed = words + positions.narrow(0, 0, words.numel());
   mixed.add_(at::Scalar(static_cast<int64_t>(static_cast<uint64_t>(kPosition) * static_cast<uint64_t>(first))));
@@ -58,8 +58,8 @@ uint64_t hash_tensors(const std::vector<at::Tensor>& tensors) {
   at::Tensor positions;  // kPosition * i, made once for each device
   for (const at::Tensor& tensor : tensors) {
     if (!positions.defined() || positions.device() != tensor.device()) {
-      positions = at::arange(std::min(kChunkWords, longest), tensor.options().dtype(at::kLong).requires_grad(false)).mul_(
-          at::Scalar(kPosition));
+      positions = at::arange(std::min(kChunkWords, longest), tensor.options().dtype(at::kLong).requires_grad(false))
+                      .mul_(at::Scalar(kPosition));
     }
     sums.push_back(hash_one(tensor, positions));
   }

@@ -67,7 +67,8 @@ std::string table(const std::string& title, const std::vector<std::vector<std::s
   for (const auto& row : rows) {
     std::string line = " ";
     for (size_t c = 0; c < row.size(); ++c) {
-      line += numeric[c] && c > 0 ? fmt::format(" {:>{}} ", row[c], widths[c]) : fmt::format(" {:<{}} ", row[c], widths[c]);
+      line +=
+          numeric[c] && c > 0 ? fmt::format(" {:>{}} ", row[c], widths[c]) : fmt::format(" {:<{}} ", row[c], widths[c]);
     }
     line.erase(line.find_last_not_of(' ') + 1);
     text += line + "\n";

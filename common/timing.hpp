@@ -25,8 +25,8 @@ class Moment {
   static double milliseconds(const Moment& earlier, const Moment& later);
 
  private:
-  struct CudaEvent;                          // hides the CUDA headers from the readers of this one
-  std::shared_ptr<CudaEvent> event_;         // CUDA only
+  struct CudaEvent;                   // hides the CUDA headers from the readers of this one
+  std::shared_ptr<CudaEvent> event_;  // CUDA only
   std::chrono::steady_clock::time_point host_;
   bool valid_ = false;
 };

@@ -22,7 +22,8 @@ NamedTensors split_qkv_bias(const NamedTensors& tensors) {
       continue;
     }
     const auto parts = tensor.chunk(3);
-    for (size_t i = 0; i < 3; ++i) result.emplace_back(name + (i == 0 ? " (query)" : i == 1 ? " (key)" : " (value)"), parts[i]);
+    for (size_t i = 0; i < 3; ++i)
+      result.emplace_back(name + (i == 0 ? " (query)" : i == 1 ? " (key)" : " (value)"), parts[i]);
   }
   return result;
 }
@@ -46,31 +47,38 @@ double total(const NamedTensors& tensors, Function&& part) {
 
 void expect_same_names(const NamedTensors& a, const NamedTensors& b, const char* what) {
   bool same = a.size() == b.size();
-  for (size_t i = 0; same && i < a.size(); ++i) same = a[i].first == b[i].first && a[i].second.sizes() == b[i].second.sizes();
-  if (!same) throw RunError(fmt::format("--verify: the two runs hold different {} ({} and {} tensors)", what, a.size(), b.size()));
+  for (size_t i = 0; same && i < a.size(); ++i)
+    same = a[i].first == b[i].first && a[i].second.sizes() == b[i].second.sizes();
+  if (!same)
+    throw RunError(
+        fmt::format("--verify: the two runs hold different {} ({} and {} tensors)", what, a.size(), b.size()));
 }
 
 double relative(double value, double truth) { return std::abs(value - truth) / std::max(std::abs(truth), 1e-30); }
 
 double parameter_distance(const TrainingRecord& a, const TrainingRecord& b) {
-  return total(a.final_parameters, [&](size_t i) { return distance(a.final_parameters[i].second, b.final_parameters[i].second); });
+  return total(a.final_parameters,
+               [&](size_t i) { return distance(a.final_parameters[i].second, b.final_parameters[i].second); });
 }
 
 double update_made(const TrainingRecord& record) {
-  return total(record.final_parameters,
-               [&](size_t i) { return distance(record.final_parameters[i].second, record.initial_parameters[i].second); });
+  return total(record.final_parameters, [&](size_t i) {
+    return distance(record.final_parameters[i].second, record.initial_parameters[i].second);
+  });
 }
 
 void expect_same_length(const TrainingRecord& a, const TrainingRecord& b) {
   if (a.losses.size() != b.losses.size() || a.norms.size() != b.norms.size() || a.losses.empty()) {
-    throw RunError(fmt::format("--verify: {} steps were recorded, {} by the one-device run", a.losses.size(), b.losses.size()));
+    throw RunError(
+        fmt::format("--verify: {} steps were recorded, {} by the one-device run", a.losses.size(), b.losses.size()));
   }
 }
 
 }  // namespace
 
 bool Verdict::passed() const {
-  return !checks.empty() && std::all_of(checks.begin(), checks.end(), [](const Check& check) { return check.passed(); });
+  return !checks.empty() &&
+         std::all_of(checks.begin(), checks.end(), [](const Check& check) { return check.passed(); });
 }
 
 std::string Verdict::report() const {
@@ -93,7 +101,8 @@ std::string Verdict::report() const {
   int failed = 0;
   for (const Check& check : checks) {
     if (check.passed()) continue;
-    if (++failed <= 12) text += fmt::format("  DIFFERENT {}: {:.3e}, limit {:.3e}\n", check.what, check.value, check.limit);
+    if (++failed <= 12)
+      text += fmt::format("  DIFFERENT {}: {:.3e}, limit {:.3e}\n", check.what, check.value, check.limit);
   }
   if (failed > 12) text += fmt::format("  ... and {} more\n", failed - 12);
   text += passed() ? fmt::format("VERIFIED: {} checks, all within their limits\n", checks.size())
@@ -115,12 +124,14 @@ Verdict compare_exact(const TrainingRecord& run, const TrainingRecord& truth, Pr
   for (size_t i = 0; i < wanted.size(); ++i) {
     // A gradient that is nearly zero is judged against the size of all gradients: its own size would be noise.
     const double scale = std::max(norm_of(wanted[i].second), 1e-4 * all);
-    verdict.checks.push_back({"gradient of " + wanted[i].first, distance(gradients[i].second, wanted[i].second) / scale,
-                              gradient_limit});
+    verdict.checks.push_back(
+        {"gradient of " + wanted[i].first, distance(gradients[i].second, wanted[i].second) / scale, gradient_limit});
   }
   for (size_t i = 0; i < truth.losses.size(); ++i) {
-    verdict.checks.push_back({fmt::format("loss of recorded step {}", i + 1), relative(run.losses[i], truth.losses[i]), loss_limit});
-    verdict.checks.push_back({fmt::format("norm of recorded step {}", i + 1), relative(run.norms[i], truth.norms[i]), norm_limit});
+    verdict.checks.push_back(
+        {fmt::format("loss of recorded step {}", i + 1), relative(run.losses[i], truth.losses[i]), loss_limit});
+    verdict.checks.push_back(
+        {fmt::format("norm of recorded step {}", i + 1), relative(run.norms[i], truth.norms[i]), norm_limit});
   }
   verdict.checks.push_back({"parameters after the last step, against the update made",
                             parameter_distance(run, truth) / std::max(update_made(truth), 1e-30), parameter_limit});

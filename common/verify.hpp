@@ -15,16 +15,16 @@ namespace mgp {
 
 /// What a run leaves for the proof. All tensors on the CPU, in storage dtype.
 struct TrainingRecord {
-  std::vector<double> losses;         ///< of each step, mean over the rows of the global batch
-  std::vector<double> norms;          ///< of each step, gradient norm before clipping
-  NamedTensors first_gradients;       ///< of the first step, after the exchange, before clipping
-  NamedTensors initial_parameters;    ///< before the first step
+  std::vector<double> losses;       ///< of each step, mean over the rows of the global batch
+  std::vector<double> norms;        ///< of each step, gradient norm before clipping
+  NamedTensors first_gradients;     ///< of the first step, after the exchange, before clipping
+  NamedTensors initial_parameters;  ///< before the first step
   NamedTensors final_parameters;
 };
 
 struct Check {
-  std::string what;   ///< "gradient of encoder.layers.0.linear1.weight"
-  double value = 0;   ///< measured difference
+  std::string what;  ///< "gradient of encoder.layers.0.linear1.weight"
+  double value = 0;  ///< measured difference
   double limit = 0;
   bool passed() const { return value <= limit; }  ///< a NaN does not pass
 };
@@ -43,6 +43,7 @@ Verdict compare_exact(const TrainingRecord& run, const TrainingRecord& one_devic
 
 /// Compares a low-precision run (bf16, tf32): its distance to the fp32 run must be at most twice the distance of the
 /// one-device run in the same low precision.
-Verdict compare_low(const TrainingRecord& run, const TrainingRecord& one_device_low, const TrainingRecord& one_device_fp32);
+Verdict compare_low(const TrainingRecord& run, const TrainingRecord& one_device_low,
+                    const TrainingRecord& one_device_fp32);
 
 }  // namespace mgp

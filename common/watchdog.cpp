@@ -111,9 +111,7 @@ std::string Watchdog::laggards() {
   return state_->missing_ranks(state_->oldest_started());
 }
 
-void Watchdog::publish_failure(const std::string& line, int code) {
-  state_->publish(line, code, kOwnerGrace);
-}
+void Watchdog::publish_failure(const std::string& line, int code) { state_->publish(line, code, kOwnerGrace); }
 
 std::string Watchdog::first_failure() {
   std::lock_guard<std::mutex> lock(state_->mutex);

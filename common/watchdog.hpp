@@ -1,8 +1,8 @@
 // The thread that notices when something hangs, says who is missing, and ends this process if nobody else does.
 //
-// NCCL kernels spin until their peers come, and nothing tells them that a peer is gone. So each rank publishes what it did
-// last (its heartbeat), and each rank watches its own unfinished calls, NCCL's asynchronous error, and the failure key in
-// the store.
+// NCCL kernels spin until their peers come, and nothing tells them that a peer is gone. So each rank publishes what it
+// did last (its heartbeat), and each rank watches its own unfinished calls, NCCL's asynchronous error, and the failure
+// key in the store.
 #pragma once
 
 #include <chrono>
@@ -26,8 +26,9 @@ struct CallParty {
 
 class Watchdog;
 
-/// The last resort: prints `line` (unless it is empty), publishes it, aborts the wire and ends this process with `code`,
-/// whatever the other threads are doing. `watchdog` null: the one of this process, if there is one. Never returns.
+/// The last resort: prints `line` (unless it is empty), publishes it, aborts the wire and ends this process with
+/// `code`, whatever the other threads are doing. `watchdog` null: the one of this process, if there is one. Never
+/// returns.
 [[noreturn]] void end_process(Watchdog* watchdog, const std::string& line, int code);
 
 class Watchdog {
@@ -50,8 +51,8 @@ class Watchdog {
                       CallParty party = {});
   void finish_call(uint64_t id);
 
-  /// Added to each tick: throws or returns a non-empty text when the wire has failed (ncclCommGetAsyncError). `abort` is
-  /// called once, by end_process, with the exit code.
+  /// Added to each tick: throws or returns a non-empty text when the wire has failed (ncclCommGetAsyncError). `abort`
+  /// is called once, by end_process, with the exit code.
   void watch_wire(std::function<std::string()> poll_error, std::function<void(int code)> abort);
 
   /// While a Pause lives, deadlines stand still on this rank (verification on rank 0, waiting for a key press).
@@ -59,13 +60,14 @@ class Watchdog {
    public:
     explicit Pause(Watchdog& watchdog);
     ~Pause();
+
    private:
     Watchdog& watchdog_;
   };
 
   /// Whether the deadline of a call that has been watched for `watched` has passed. The clock that counts is this
-  /// watchdog's: it stands still while any rank is traced by a debugger (TracerPid in /proc of local peers, heartbeats of
-  /// remote ones), while a Pause lives anywhere, and a stopped process does not jump.
+  /// watchdog's: it stands still while any rank is traced by a debugger (TracerPid in /proc of local peers, heartbeats
+  /// of remote ones), while a Pause lives anywhere, and a stopped process does not jump.
   std::chrono::duration<double> active_time() const;  ///< seconds of the clock that counts
   std::chrono::seconds timeout() const;
 

@@ -89,7 +89,7 @@ struct Watchdog::State : std::enable_shared_from_this<Watchdog::State> {
   std::string own_line;
   int own_code = 1;
   Clock::time_point own_deadline;
-  std::string store_lost;    ///< why the store does not answer any more
+  std::string store_lost;  ///< why the store does not answer any more
   Clock::time_point store_lost_at;
 
   // Only the thread touches these.

@@ -16,10 +16,10 @@ using Seconds = std::chrono::duration<double>;
 constexpr std::chrono::milliseconds kTick{150};
 constexpr std::chrono::milliseconds kHeartbeat{500};
 constexpr std::chrono::seconds kReadPeersRarely{5};  // while nothing waits; otherwise with each heartbeat
-constexpr double kLongWait = 1.0;          // seconds after which an unfinished call makes the peers interesting
-constexpr double kOwnerGrace = 5.0;        // for calls whose owner throws at the deadline
-constexpr double kFollowGrace = 1.0;       // the main thread may end itself first when another rank failed
-constexpr double kStoreGrace = 3.0;        // a rank 0 that ends in order takes its store away while the others end too
+constexpr double kLongWait = 1.0;     // seconds after which an unfinished call makes the peers interesting
+constexpr double kOwnerGrace = 5.0;   // for calls whose owner throws at the deadline
+constexpr double kFollowGrace = 1.0;  // the main thread may end itself first when another rank failed
+constexpr double kStoreGrace = 3.0;   // a rank 0 that ends in order takes its store away while the others end too
 constexpr int kMissingTicks = 3;
 
 std::string host_name() {

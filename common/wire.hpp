@@ -23,8 +23,8 @@ enum class CallKind { all_reduce, all_gather, reduce_scatter, broadcast, reduce,
 const char* name_of(CallKind kind);
 const char* name_of(ReduceOp op);
 
-/// One call, checked: both tensors are defined, contiguous, on the right device and of the right size. Calls that work in
-/// place have the same tensor on both sides.
+/// One call, checked: both tensors are defined, contiguous, on the right device and of the right size. Calls that work
+/// in place have the same tensor on both sides.
 struct Call {
   CallKind kind;
   at::Tensor output;
@@ -40,8 +40,8 @@ struct Call {
 
 /// Which ranks form a communicator. Shared with the watchdog.
 struct GroupFacts {
-  std::string id;    ///< unique in the run: "world", "world/tp.1.0"
-  std::string name;  ///< "world", "tp"
+  std::string id;                                 ///< unique in the run: "world", "world/tp.1.0"
+  std::string name;                               ///< "world", "tp"
   std::shared_ptr<const std::vector<int>> ranks;  ///< of the world, in the order of the group
   int rank = 0;                                   ///< mine, in the group
   int size() const { return static_cast<int>(ranks->size()); }
@@ -61,14 +61,14 @@ struct Work::State {
   std::shared_ptr<Wire> wire;
   std::shared_ptr<Session> session;
   std::string group;
-  std::vector<Call> calls;  ///< keeps the tensors alive until the communication has passed
+  std::vector<Call> calls;         ///< keeps the tensors alive until the communication has passed
   std::vector<LedgerRow> counted;  ///< what the calls counted as, for their share of the time
   std::string description;
   std::shared_ptr<CallProgress> progress = std::make_shared<CallProgress>();
-  uint64_t watch_id = 0;    ///< 0: not watched
-  bool open = true;         ///< in a group that is not finished yet
-  bool captured = false;    ///< part of a CUDA graph: runs when the graph is replayed
-  bool finished = false;    ///< seen complete: counted, tensors released
+  uint64_t watch_id = 0;  ///< 0: not watched
+  bool open = true;       ///< in a group that is not finished yet
+  bool captured = false;  ///< part of a CUDA graph: runs when the graph is replayed
+  bool finished = false;  ///< seen complete: counted, tensors released
 
   /// What one wire needs beyond this.
   struct WirePart {

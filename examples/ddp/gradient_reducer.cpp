@@ -55,7 +55,8 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<int64_t>& byte
   return buckets;
 }
 
-CallPrediction predict_gradient_calls(const ModelConfig& config, int64_t element_bytes, double bucket_mb) {
+CallPrediction predict_gradient_calls(const ModelConfig& config, Precision precision, double bucket_mb) {
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(storage_dtype(precision)));
   const std::vector<ParameterShape> shapes = parameter_shapes(config);
   std::unordered_map<std::string, int64_t> bytes_of;
   std::vector<int64_t> registration, arrival;
@@ -64,7 +65,9 @@ CallPrediction predict_gradient_calls(const ModelConfig& config, int64_t element
     registration.push_back(bytes_of[shape.name]);
   }
   std::reverse(registration.begin(), registration.end());
-  for (const std::string& name : gradient_arrival_order(config)) arrival.push_back(bytes_of.at(name));
+  for (const std::string& name : gradient_arrival_order(config, /*autocast=*/precision == Precision::bf16)) {
+    arrival.push_back(bytes_of.at(name));
+  }
 
   const int64_t limit = bucket_limit(bucket_mb);
   const int64_t first = std::min(kFirstBucketBytes, limit);
@@ -73,7 +76,8 @@ CallPrediction predict_gradient_calls(const ModelConfig& config, int64_t element
   prediction.first_step_calls = static_cast<int64_t>(assign_buckets(registration, first, limit).size());
   prediction.calls = static_cast<int64_t>(assign_buckets(arrival, first, limit).size());
   prediction.payload_bytes = std::accumulate(registration.begin(), registration.end(), int64_t{0});
-  prediction.formula = fmt::format("P x {} bytes, each parameter padded to 128, in buckets of {} MiB, once a step", element_bytes, bucket_mb);
+  prediction.formula = fmt::format("P x {} bytes, each parameter padded to 128, in buckets of {} MiB, once a step",
+                                   element_bytes, bucket_mb);
   return prediction;
 }
 
@@ -113,11 +117,13 @@ GradientReducer::GradientReducer(const NamedTensors& parameters, Communicator& w
     order_.clear();
     for (const std::string& name : order) {
       const auto found = index_of.find(name);
-      if (found == index_of.end()) throw RunError(fmt::format("GradientReducer: unknown parameter '{}' in the saved order", name));
+      if (found == index_of.end())
+        throw RunError(fmt::format("GradientReducer: unknown parameter '{}' in the saved order", name));
       order_.push_back(found->second);
     }
     if (order_.size() != parameters_.size()) {
-      throw RunError(fmt::format("GradientReducer: the saved order has {} names, the model {}", order_.size(), parameters_.size()));
+      throw RunError(fmt::format("GradientReducer: the saved order has {} names, the model {}", order_.size(),
+                                 parameters_.size()));
     }
     order_is_observed_ = true;
   }

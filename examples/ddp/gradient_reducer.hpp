@@ -16,6 +16,7 @@
 #include "common/communicator.hpp"
 #include "common/model_config.hpp"
 #include "common/named_tensors.hpp"
+#include "common/precision.hpp"
 #include "common/predict.hpp"
 #include "common/run.hpp"
 
@@ -27,11 +28,12 @@ inline constexpr int64_t kFirstBucketBytes = 1 << 20;
 /// Cuts parameters (their sizes in bytes, in the order in which gradients come) into buckets: the first is closed when it
 /// has reached `first_bytes`, the others at `bucket_bytes`. A larger parameter has a bucket to itself and what was open.
 /// Returns the indices into `bytes`, bucket by bucket.
-std::vector<std::vector<size_t>> assign_buckets(const std::vector<int64_t>& bytes, int64_t first_bytes, int64_t bucket_bytes);
+std::vector<std::vector<size_t>> assign_buckets(const std::vector<int64_t>& bytes, int64_t first_bytes,
+                                                int64_t bucket_bytes);
 
 /// all_reduce calls and bytes of one step, from the sizes of the model alone. Step 1 uses the order of registration
 /// turned round, later steps the order in which gradients came.
-CallPrediction predict_gradient_calls(const ModelConfig& config, int64_t element_bytes, double bucket_mb);
+CallPrediction predict_gradient_calls(const ModelConfig& config, Precision precision, double bucket_mb);
 
 class GradientReducer {
  public:
@@ -62,11 +64,11 @@ class GradientReducer {
 
  private:
   struct Bucket {
-    std::vector<size_t> parameters;   // indices, in the order of the flat buffer
-    at::Tensor flat;                  // [sum of numels, padding included]: a slice of storage_
-    std::vector<at::Tensor> views;    // one per parameter, of its shape
-    size_t missing = 0;               // gradients still to come in this backward
-    bool filled = false;              // `.grad` of its parameters are the views
+    std::vector<size_t> parameters;  // indices, in the order of the flat buffer
+    at::Tensor flat;                 // [sum of numels, padding included]: a slice of storage_
+    std::vector<at::Tensor> views;   // one per parameter, of its shape
+    size_t missing = 0;              // gradients still to come in this backward
+    bool filled = false;             // `.grad` of its parameters are the views
     Work work;
   };
   class Hook;
@@ -80,16 +82,16 @@ class GradientReducer {
   NamedTensors parameters_;
   Communicator& world_;
   int64_t bucket_bytes_;
-  at::Tensor storage_;                 // [P + padding]: all buckets, one after the other
+  at::Tensor storage_;  // [P + padding]: all buckets, one after the other
   std::vector<Bucket> buckets_;
-  std::vector<size_t> bucket_of_;      // parameter -> bucket
-  std::vector<size_t> arrival_;        // parameters in the order in which their gradients came in this backward
+  std::vector<size_t> bucket_of_;  // parameter -> bucket
+  std::vector<size_t> arrival_;    // parameters in the order in which their gradients came in this backward
   std::vector<bool> arrived_;
-  size_t next_to_send_ = 0;            // buckets go out strictly in order: the same order on every rank
+  size_t next_to_send_ = 0;  // buckets go out strictly in order: the same order on every rank
   bool last_backward_ = true;
-  std::vector<size_t> order_;          // in which the buckets are cut: a guess in step 1, then what was observed
+  std::vector<size_t> order_;  // in which the buckets are cut: a guess in step 1, then what was observed
   bool order_is_observed_ = false;
-  bool cut_anew_ = false;              // the observed order is known, the buckets still follow the guess
+  bool cut_anew_ = false;  // the observed order is known, the buckets still follow the guess
   StepTimes times_;
 };
 

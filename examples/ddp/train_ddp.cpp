@@ -36,7 +36,8 @@
 
 namespace mgp {
 
-const TrainerInfo kTrainer{"train_ddp", "ddp", "train_ddp: data parallel, gradients all-reduced in buckets during backward",
+const TrainerInfo kTrainer{"train_ddp", "ddp",
+                           "train_ddp: data parallel, gradients all-reduced in buckets during backward",
                            /*many_ranks=*/true};
 
 struct DdpOptions : Options {
@@ -62,12 +63,12 @@ int train_ddp(int argc, char** argv) {
   const Launch launch = detect_launch();
   settle(options, launch);  // sizes and batches are complete and checked; nothing has been allocated yet
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(storage_dtype(options.precision)));
-  const std::vector<CallPrediction> calls = {options.naive
-                                                 ? predict_naive_calls(options.model, element_bytes)
-                                                 : predict_gradient_calls(options.model, element_bytes, options.bucket_mb)};
+  const std::vector<CallPrediction> calls = {
+      options.naive ? predict_naive_calls(options.model, element_bytes)
+                    : predict_gradient_calls(options.model, options.precision, options.bucket_mb)};
   const MemoryPattern memory{/*gradients_in_buckets=*/!options.naive};
   if (const auto code = answer_and_stop(options, launch, memory, calls)) return *code;
-  if (options.deterministic) apply_deterministic();
+  if (options.deterministic) apply_deterministic(options.cuda ? at::kCUDA : at::kCPU);
   limit_threads(launch);
   const at::Device device = claim_device(launch, options.device);
   apply_precision(options.precision);
@@ -106,7 +107,7 @@ int train_ddp(int argc, char** argv) {
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
       run.before_step(step);
-      optimizer.zero_grad();  // gradients are dropped, not zeroed: backward stores fresh ones instead of adding to zeros
+      optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
       if (reducer) reducer->begin_step();
       at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
 
@@ -138,7 +139,7 @@ int train_ddp(int argc, char** argv) {
       run.gradients_ready(step, optimizer.parameters());
       const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
       // The gradients are equal on all ranks by now, so the norm needs no communication.
-      const at::Tensor norm = gradient_norm(gradients);        // [], stays on the device: the host does not wait
+      const at::Tensor norm = gradient_norm(gradients);  // [], stays on the device: the host does not wait
       clip_gradients(gradients, norm, options.clip_norm);
       optimizer.step(run.learning_rate(step));
 

@@ -38,7 +38,7 @@ int train_single(int argc, char** argv) {
   settle(options, launch);  // sizes and batches are complete and checked; nothing has been allocated yet
   const MemoryPattern memory{};
   if (const auto code = answer_and_stop(options, launch, memory, {})) return *code;
-  if (options.deterministic) apply_deterministic();
+  if (options.deterministic) apply_deterministic(options.cuda ? at::kCUDA : at::kCPU);
   limit_threads(launch);
   const at::Device device = claim_device(launch, options.device);
   apply_precision(options.precision);
@@ -62,7 +62,7 @@ int train_single(int argc, char** argv) {
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
       run.before_step(step);
-      optimizer.zero_grad();  // gradients are dropped, not zeroed: backward stores fresh ones instead of adding to zeros
+      optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
       at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
 
       for (int64_t micro = 0; micro < options.accumulate; ++micro) {
@@ -81,7 +81,7 @@ int train_single(int argc, char** argv) {
 
       run.gradients_ready(step, optimizer.parameters());
       const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
-      const at::Tensor norm = gradient_norm(gradients);        // [], stays on the device: the host does not wait
+      const at::Tensor norm = gradient_norm(gradients);  // [], stays on the device: the host does not wait
       clip_gradients(gradients, norm, options.clip_norm);
       optimizer.step(run.learning_rate(step));
 

@@ -125,12 +125,15 @@ def run_once(args, contender, precision, folder):
     with open(folder / "log", "w+") as log:
         command = command_of(args, contender, precision, metrics)
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        while process.poll() is None:
-            # On a CPU even the look at a clock would take time from the contender.
-            if args.device.startswith("cuda"):
-                clock = smi(args.device, "clocks.sm")
-                clocks += [int(clock)] if clock and clock.isdigit() else []
-            time.sleep(0.5)
+        try:
+            while process.poll() is None:
+                # On a CPU even the look at a clock would take time from the contender.
+                if args.device.startswith("cuda"):
+                    clock = smi(args.device, "clocks.sm")
+                    clocks += [int(clock)] if clock and clock.isdigit() else []
+                time.sleep(0.5)
+        finally:
+            process.kill()  # Ctrl-C leaves nobody behind
         if process.returncode != 0:
             log.seek(0)
             sys.exit(f"{contender} ended with code {process.returncode}:\n{log.read()[-4000:]}")
@@ -168,14 +171,14 @@ def compare(args, precision, folder):
             ms = statistics.median(result["ms"])
             print(f"  {precision} round {number + 1} {contender:8} {ms:9.3f} ms", flush=True)
     rows = []
-    ours = statistics.median(ms for result in rounds["ours"] for ms in result["ms"])
     for contender in contenders:
         medians = [statistics.median(result["ms"]) for result in rounds[contender]]
         everything = statistics.median(ms for result in rounds[contender] for ms in result["ms"])
-        # The ratio of each round beside that of all: their spread says how far the machine can be trusted.
+        # Ratios of neighbours in time: what slows the machine for a while slows both. Their median is the result, their
+        # spread says how far the machine can be trusted.
         paired = [statistics.median(a["ms"]) / b for a, b in zip(rounds["ours"], medians)]
         rows.append({"precision": precision, "contender": contender, "ms": everything, "ms_low": min(medians),
-                     "ms_high": max(medians), "ours_over_it": ours / everything, "ratio_low": min(paired),
+                     "ms_high": max(medians), "ours_over_it": statistics.median(paired), "ratio_low": min(paired),
                      "ratio_high": max(paired), "loss": rounds[contender][-1]["loss"],
                      "sm_clock": max((r["sm_clock"] for r in rounds[contender] if r["sm_clock"]), default=None)})
     return rows

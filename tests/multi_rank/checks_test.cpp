@@ -20,12 +20,13 @@ void expect_refused(const std::string& expected, const Action& action) {
 TEST(Checks, WrongArgumentsAreRefusedOnEveryRank) {
   const int n = world().size();
   const at::Tensor five = constant(5, at::kFloat, 1.0);
-  expect_refused(fmt::format("world all_gather 'x': output has {} elements, {} ranks x input of 5 need {}", 5 * n + 1, n,
-                             5 * n),
-                 [&] { world().all_gather(constant(5 * n + 1, at::kFloat, 0.0), five, {"x"}).wait(); });
-  expect_refused(fmt::format("world reduce_scatter 'x': input has {} elements, {} ranks x output of 5 need {}", 5 * n + 2,
-                             n, 5 * n),
-                 [&] { world().reduce_scatter(five, constant(5 * n + 2, at::kFloat, 0.0), ReduceOp::sum, {"x"}).wait(); });
+  expect_refused(
+      fmt::format("world all_gather 'x': output has {} elements, {} ranks x input of 5 need {}", 5 * n + 1, n, 5 * n),
+      [&] { world().all_gather(constant(5 * n + 1, at::kFloat, 0.0), five, {"x"}).wait(); });
+  expect_refused(
+      fmt::format("world reduce_scatter 'x': input has {} elements, {} ranks x output of 5 need {}", 5 * n + 2, n,
+                  5 * n),
+      [&] { world().reduce_scatter(five, constant(5 * n + 2, at::kFloat, 0.0), ReduceOp::sum, {"x"}).wait(); });
   expect_refused("output is f64[", [&] { world().all_gather(constant(5 * n, at::kDouble, 0.0), five, {"x"}).wait(); });
   expect_refused("world all_reduce 'x': tensor has type Short; f64, f32, f16, bf16, i64, i32 and u8 can be sent",
                  [&] { world().all_reduce(constant(5, at::kShort, 1.0), ReduceOp::sum, {"x"}).wait(); });
@@ -39,8 +40,9 @@ TEST(Checks, WrongArgumentsAreRefusedOnEveryRank) {
   expect_refused("root is -1", [&] { world().reduce(five, -1, ReduceOp::sum, {"x"}).wait(); });
   expect_refused("peer is 1000", [&] { world().send(five, 1000, {"x"}).wait(); });
   const at::Device other = world().device().is_cpu() ? at::Device(at::kMeta) : at::Device(at::kCPU);
-  expect_refused(fmt::format("tensor is on {}, this communicator is for {}", other.str(), world().device().str()),
-                 [&] { world().all_reduce(at::empty({5}, at::TensorOptions().device(other)), ReduceOp::sum, {"x"}).wait(); });
+  expect_refused(fmt::format("tensor is on {}, this communicator is for {}", other.str(), world().device().str()), [&] {
+    world().all_reduce(at::empty({5}, at::TensorOptions().device(other)), ReduceOp::sum, {"x"}).wait();
+  });
   const at::Tensor large = constant(5 * n + 1, at::kFloat, 1.0);
   expect_refused("input and output overlap; only this rank's own part of output may be input", [&] {
     world().all_gather(large.narrow(0, 0, 5 * n), large.narrow(0, 5 * world().rank() + 1, 5), {"x"}).wait();
@@ -146,25 +148,25 @@ TEST_F(DebugDetail, DifferentCallsAreNamedOnEveryRank) {
       world().broadcast(tensor, 0, {"b"}).wait();
     }
   });
-  EXPECT_NE(message.find("rank 0 calls world all_reduce 'a' f32[10]; rank 1 calls world broadcast 'b' from rank 0 f32[10]"),
-            std::string::npos)
+  EXPECT_NE(
+      message.find("rank 0 calls world all_reduce 'a' f32[10]; rank 1 calls world broadcast 'b' from rank 0 f32[10]"),
+      std::string::npos)
       << message;
   // The same call with different sizes, types, roots and operations.
-  message = error_of([&] {
-    world().all_reduce(constant(10 + world().rank(), at::kFloat, 1.0), ReduceOp::sum, {"a"}).wait();
-  });
+  message = error_of(
+      [&] { world().all_reduce(constant(10 + world().rank(), at::kFloat, 1.0), ReduceOp::sum, {"a"}).wait(); });
   EXPECT_NE(message.find("rank 0 calls world all_reduce 'a' f32[10]; rank 1 calls world all_reduce 'a' f32[11]"),
             std::string::npos)
       << message;
-  EXPECT_NE(error_of([&] {
-              world().all_reduce(constant(8, world().rank() == 0 ? at::kFloat : at::kInt, 1.0), ReduceOp::sum, {"a"}).wait();
-            }),
-            "");
+  EXPECT_NE(
+      error_of([&] {
+        world().all_reduce(constant(8, world().rank() == 0 ? at::kFloat : at::kInt, 1.0), ReduceOp::sum, {"a"}).wait();
+      }),
+      "");
   EXPECT_NE(error_of([&] { world().broadcast(tensor, world().rank() == 0 ? 0 : 1, {"a"}).wait(); }), "");
-  EXPECT_NE(error_of([&] {
-              world().all_reduce(tensor, world().rank() == 0 ? ReduceOp::sum : ReduceOp::max, {"a"}).wait();
-            }),
-            "");
+  EXPECT_NE(
+      error_of([&] { world().all_reduce(tensor, world().rank() == 0 ? ReduceOp::sum : ReduceOp::max, {"a"}).wait(); }),
+      "");
   world().set_debug(mgp::DebugLevel::off);
   world().all_reduce(tensor, ReduceOp::max, {"a"}).wait();
   expect_close(tensor, constant(10, at::kFloat, 1.0), "nothing was sent by the refused calls");

@@ -22,8 +22,8 @@ void check_all_reduce(int64_t numel, at::ScalarType type, ReduceOp op) {
 void check_reduce(int64_t numel, at::ScalarType type, ReduceOp op, int root) {
   const at::Tensor tensor = pattern(numel, type, world().rank());
   world().reduce(tensor, root, op, {"t"}).wait();
-  const at::Tensor expected = world().rank() == root ? reduced_pattern(numel, type, op, world().size())
-                                                     : pattern(numel, type, world().rank());
+  const at::Tensor expected =
+      world().rank() == root ? reduced_pattern(numel, type, op, world().size()) : pattern(numel, type, world().rank());
   expect_close(tensor, expected, label("reduce", numel, type, op));
 }
 

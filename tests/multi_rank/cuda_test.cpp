@@ -46,9 +46,7 @@ TEST_F(Cuda, MemoryIsNotReusedWhileItIsSent) {
   const int64_t numel = int64_t{1} << 20;
   for (int i = 0; i < 10; ++i) {
     gathered.push_back(filled(numel * world().size(), -1.0));
-    {
-      const mgp::Work forgotten = world().all_gather(gathered.back(), filled(numel, i), {"gathered"});
-    }
+    { const mgp::Work forgotten = world().all_gather(gathered.back(), filled(numel, i), {"gathered"}); }
     const at::Tensor intruder = filled(numel, 1000.0);
   }
   world().barrier("all gathered");

@@ -108,7 +108,10 @@ TEST(GradientReducer, ObservedOrderReplacesTheGuess) {
   // A saved order is taken as it is; a wrong one is refused.
   GradientReducer resumed({{"a", a}, {"b", b}, {"c", c}}, world(), 1e-6, {"c", "a", "b"});
   EXPECT_EQ(resumed.order(), (std::vector<std::string>{"c", "a", "b"}));
-  EXPECT_NE(mgp_test::error_of([&] { GradientReducer({{"a", a}}, world(), 1.0, {"x"}); }).find("'x'"), std::string::npos);
+  EXPECT_NE(mgp_test::error_of([&] {
+              GradientReducer({{"a", a}}, world(), 1.0, {"x"});
+            }).find("'x'"),
+            std::string::npos);
 }
 
 TEST(NaiveReduce, GivesTheSameSums) {

@@ -40,7 +40,8 @@ TEST(Options, BatchGrowsWithTheRanksUnlessTheGlobalOneIsGiven) {
 }
 
 TEST(Options, SizesOverrideThePreset) {
-  const Options o = parse({"--device", "cpu", "--preset", "small", "--layers", "2", "--mlp-dim", "64", "--model", "mlp"});
+  const Options o =
+      parse({"--device", "cpu", "--preset", "small", "--layers", "2", "--mlp-dim", "64", "--model", "mlp"});
   EXPECT_EQ(o.model.layers, 2);
   EXPECT_EQ(o.model.mlp_dim, 64);
   EXPECT_EQ(o.model.kind, ModelKind::mlp);

@@ -33,7 +33,8 @@ TEST(Predict, ActivationsOfTheBaseModelAreSixteenTimesALayer) {
 
 TEST(Predict, MathAttentionKeepsTheProbabilities) {
   const ModelConfig config = preset_config("base", ModelKind::classifier);
-  const int64_t difference = activation_bytes(config, Precision::fp32, true, 1) - activation_bytes(config, Precision::fp32, false, 1);
+  const int64_t difference =
+      activation_bytes(config, Precision::fp32, true, 1) - activation_bytes(config, Precision::fp32, false, 1);
   EXPECT_EQ(difference, 12 * (12 * 256 * 256 * 4 + 2 * 256 * 768 * 4 - 12 * 256 * 4));
 }
 
@@ -79,7 +80,7 @@ TEST(Buckets, AreCutWhenFull) {
 
 TEST(Buckets, BaseModelInBucketsOf25MiB) {
   const ModelConfig config = preset_config("base", ModelKind::classifier);
-  const CallPrediction calls = predict_gradient_calls(config, 4, 25.0);
+  const CallPrediction calls = predict_gradient_calls(config, Precision::fp32, 25.0);
   EXPECT_EQ(calls.payload_bytes, 4ll * 109836298 + (128 - 10 * 4));  // head.bias is padded to 128 bytes
   // 85M layer parameters = 340 MB in buckets of 25 MiB and what a last matrix adds, one bucket of 1 MiB before them, the
   // embedding in the last.
@@ -87,7 +88,7 @@ TEST(Buckets, BaseModelInBucketsOf25MiB) {
   EXPECT_LE(calls.calls, 15);
   EXPECT_EQ(predict_naive_calls(config, 4).calls, 2 + 12 * 12 + 4);
   EXPECT_EQ(predict_naive_calls(config, 4).payload_bytes, 4ll * 109836298);
-  EXPECT_EQ(predict_gradient_calls(config, 8, 25.0).payload_bytes, 8ll * 109836298 + (128 - 10 * 8));
+  EXPECT_EQ(predict_gradient_calls(config, Precision::fp64, 25.0).payload_bytes, 8ll * 109836298 + (128 - 10 * 8));
 }
 
 }  // namespace

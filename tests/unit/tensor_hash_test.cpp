@@ -19,7 +19,8 @@ TEST(TensorHash, EqualBitsEqualHash) {
 }
 
 TEST(TensorHash, EveryByteCounts) {
-  for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kByte}) {
+  for (const at::ScalarType type :
+       {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kByte}) {
     for (const int64_t numel : {1, 3, 8, 17}) {
       std::set<uint64_t> hashes;
       const at::Tensor tensor = at::arange(numel, at::kDouble).to(type);

@@ -16,7 +16,8 @@ TrainingRecord record() {
   r.first_gradients = {{"a.weight", at::arange(1, 13, options).view({3, 4})},
                        {"attn.in_proj_bias", at::tensor({1.0, 2.0, 1e-9, -1e-9, 3.0, 4.0}, options)}};
   r.initial_parameters = {{"a.weight", at::ones({3, 4}, options)}, {"attn.in_proj_bias", at::zeros({6}, options)}};
-  r.final_parameters = {{"a.weight", at::full({3, 4}, 1.01, options)}, {"attn.in_proj_bias", at::full({6}, 0.01, options)}};
+  r.final_parameters = {{"a.weight", at::full({3, 4}, 1.01, options)},
+                        {"attn.in_proj_bias", at::full({6}, 0.01, options)}};
   return r;
 }
 

@@ -73,10 +73,12 @@ TEST(Watchdog, ClockRunsAndStandsStillDuringAPause) {
 TEST(Watchdog, AFinishedCallIsForgotten) {
   Watchdog watchdog(Launch{}, nullptr, std::chrono::seconds(1));
   std::atomic<int> asked{0};
-  watchdog.begin_call("world all_reduce 'a'", [&] { return ++asked > 2; }, nullptr);
+  watchdog.begin_call(
+      "world all_reduce 'a'", [&] { return ++asked > 2; }, nullptr);
   const uint64_t second = watchdog.begin_call("world all_reduce 'b'", nullptr, nullptr);
   // Never begun: no deadline runs for it.
-  const uint64_t third = watchdog.begin_call("world all_reduce 'c'", [] { return false; }, [] { return false; });
+  const uint64_t third = watchdog.begin_call(
+      "world all_reduce 'c'", [] { return false; }, [] { return false; });
   watchdog.finish_call(second);
   std::this_thread::sleep_for(milliseconds(1800));
   EXPECT_EQ(asked, 3);
@@ -108,7 +110,8 @@ TEST_F(WatchdogDeath, ACallThatIsLateEndsTheProcess) {
       {
         Watchdog watchdog(Launch{}, nullptr, std::chrono::seconds(1));
         watchdog.set_step(5);
-        watchdog.begin_call("world all_reduce 'bucket 1' f32[10]", [] { return false; }, nullptr);
+        watchdog.begin_call(
+            "world all_reduce 'bucket 1' f32[10]", [] { return false; }, nullptr);
         std::this_thread::sleep_for(std::chrono::seconds(20));
       },
       ::testing::ExitedWithCode(1),

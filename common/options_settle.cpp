@@ -1,0 +1,119 @@
+// What the command line leaves open and the machine decides: preset, batch sizes, ranks; and the settings table.
+#include <fmt/format.h>
+#include <torch/cuda.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "common/atomic_file.hpp"
+#include "common/error.hpp"
+#include "common/options.hpp"
+#include "common/text.hpp"
+
+namespace mgp {
+namespace {
+
+[[noreturn]] void refuse(const std::string& line) { throw UsageError(line); }
+
+void override_size(int64_t raw, const char* flag, int64_t& size) {
+  if (raw < 0) refuse(fmt::format("{} is {}: must be at least 1", flag, raw));
+  if (raw > 0) size = raw;
+}
+
+}  // namespace
+
+void settle(Options& options, const Launch& launch) {
+  if (!options.trainer.many_ranks && launch.world_size > 1) {
+    refuse(fmt::format("{} runs in one process, but {} started {} ranks: start it without a launcher",
+                       options.trainer.name, launch.launcher, launch.world_size));
+  }
+  if (options.world == 0 || !options.predict) options.world = launch.world_size;
+  if (options.world > 1 && !options.trainer.many_ranks) {
+    refuse(fmt::format("{} runs in one process: --world {} has no meaning here", options.trainer.name, options.world));
+  }
+  // A prediction is about GPUs, wherever it is made; everything else depends on what this machine has.
+  options.cuda =
+      options.device != "cpu" && (options.predict || options.device != "auto" || torch::cuda::is_available());
+  if (options.preset.empty()) options.preset = options.cuda ? "base" : "tiny";
+  if (!options.cuda && options.precision == Precision::tf32) {
+    refuse("--precision tf32 needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU");
+  }
+
+  const ModelConfig given = options.model;
+  options.model = preset_config(options.preset, options.model_kind == "mlp" ? ModelKind::mlp : ModelKind::classifier);
+  override_size(given.vocab_size, "--vocab-size", options.model.vocab_size);
+  override_size(given.seq_len, "--seq-len", options.model.seq_len);
+  override_size(given.dim, "--dim", options.model.dim);
+  override_size(given.heads, "--heads", options.model.heads);
+  override_size(given.layers, "--layers", options.model.layers);
+  override_size(given.mlp_dim, "--mlp-dim", options.model.mlp_dim);
+  override_size(given.classes, "--classes", options.model.classes);
+  options.model.dropout = options.dropout;
+  check_config(options.model);
+
+  if (options.lr.lr == kPresetLr) {
+    options.lr.lr = options.preset == "base" ? 3e-4 : options.preset == "small" ? 5e-4 : 1e-3;
+  }
+  const int64_t ranks = options.world;
+  if (options.global_batch_size == 0) {
+    if (options.batch_size == 0)
+      options.batch_size = options.preset == "base" ? 32 : options.preset == "small" ? 16 : 8;
+    options.global_batch_size = options.batch_size * ranks;
+  }
+  options.batch_size = slice_rows(options.global_batch_size, 0, ranks).size();  // the largest rank's rows
+  if (options.global_batch_size < ranks * options.accumulate) {
+    refuse(fmt::format(
+        "a global batch of {} rows cut over {} rank{} x --accumulate {} leaves a part empty: at least {} "
+        "rows are needed (--global-batch-size or --batch-size)",
+        options.global_batch_size, ranks, ranks == 1 ? "" : "s", options.accumulate, ranks * options.accumulate));
+  }
+
+  for (const auto& [flag, path] : {std::pair<const char*, std::string>{"--save", options.save.value_or("")},
+                                   {"--metrics", options.metrics},
+                                   {"--dump-batches", options.dump_batches},
+                                   {"--dump-gradients", options.dump_gradients}}) {
+    if (!path.empty() && launch.rank == 0) check_writable(path, flag);
+  }
+  if (options.resume && ::access(options.save->c_str(), F_OK) == 0) options.load = *options.save;
+  if (!options.load.empty() && ::access(options.load.c_str(), R_OK) != 0) {
+    refuse(fmt::format("--load {}: {}", options.load, std::strerror(errno)));
+  }
+}
+
+std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
+  const ModelConfig& m = o.model;
+  const int64_t tokens = o.global_batch_size * m.seq_len;
+  std::vector<std::pair<std::string, std::string>> rows = {
+      {"command", o.command},
+      {"model", fmt::format("{} {}: {} parameters", o.preset, o.model_kind, with_commas(parameter_count(m)))},
+      {"sizes", fmt::format("V {}  T {}  C {}  H {}  layers {}  F {}  classes {}", m.vocab_size, m.seq_len, m.dim,
+                            m.heads, m.layers, m.mlp_dim, m.classes)},
+      {"ranks", fmt::format("{} on {}", o.world, o.cuda ? "GPUs" : "CPUs")},
+      {"batch", fmt::format("{} rows a step = {} rank{} x {}{}, {} tokens", o.global_batch_size, o.world,
+                            o.world == 1 ? "" : "s", o.batch_size,
+                            o.global_batch_size % o.world != 0 ? " or one less" : "", with_commas(tokens))},
+      {"accumulate", fmt::format("{} backward pass{} a step", o.accumulate, o.accumulate == 1 ? "" : "es")},
+      {"precision", to_string(o.precision) + (o.precision == Precision::bf16 ? " autocast, fp32 weights" : "")},
+      {"data", fmt::format("{}, seed {}", o.data, o.seed)},
+      {"optimizer", fmt::format("fused AdamW, lr {} ({}, warm-up {}), weight decay {}, clip norm {}", o.lr.lr,
+                                o.lr.kind == LrSchedule::Kind::cosine ? "cosine" : "constant", o.lr.warmup,
+                                o.adamw.weight_decay, o.clip_norm)},
+      {"dropout", fmt::format("{}", o.dropout)},
+      {"deterministic", o.deterministic ? "yes" : "no"},
+      {"steps",
+       fmt::format("to {}, {} left out of the timings, a line every {}", o.steps, o.warmup_steps, o.log_every)},
+  };
+  if (!o.load.empty()) rows.emplace_back("load", o.load);
+  if (o.save)
+    rows.emplace_back("save", *o.save + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
+  if (!o.metrics.empty()) rows.emplace_back("metrics", o.metrics);
+  rows.emplace_back("communication", fmt::format("deadline {} s, debug {}", o.comm_timeout,
+                                                 o.debug == DebugLevel::off    ? "off"
+                                                 : o.debug == DebugLevel::info ? "info"
+                                                                               : "detail"));
+  if (!o.inject.empty()) rows.emplace_back("inject", fmt::format("{} planned faults", o.inject.size()));
+  return rows;
+}
+
+}  // namespace mgp

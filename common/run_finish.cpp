@@ -1,0 +1,120 @@
+// Checkpoints and the end of a run: report, proof, exit code.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "common/error.hpp"
+#include "common/run_state.hpp"
+#include "common/safetensors.hpp"
+#include "common/watchdog.hpp"
+
+namespace mgp {
+
+// ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const std::vector<std::string>& bucket_order) {
+  saved_step = step;
+  if (launch.rank != 0) return;
+  TrainingState training;
+  training.step = step;
+  training.seed = options.seed;
+  training.global_batch_size = options.global_batch_size;
+  training.next_sample = options.data == "repeat" ? 0 : step * options.global_batch_size;
+  training.data = options.data;
+  training.precision = to_string(options.precision);
+  training.bucket_order = bucket_order;
+  capture_rng(training, device);
+  // The others wait in their next collective meanwhile: no deadline runs while a disk is slow.
+  std::optional<Watchdog::Pause> pause;
+  if (world != nullptr) pause.emplace(world->watchdog());
+  try {
+    save_full_state(*options.save, options.model, optimizer, training);
+    say(launch, fmt::format("saved {} at step {}\n", *options.save, step));
+  } catch (const std::exception& error) {
+    // Days of training are worth more than one file: the run goes on, the exit code tells (trial B34).
+    save_failed = true;
+    std::fprintf(stderr, "warning: checkpoint not written, the run goes on: %s\n", error.what());
+  }
+}
+
+void Run::save_if_due(int64_t step, const AdamW& optimizer, const std::vector<std::string>& bucket_order) {
+  State& s = *state_;
+  if (s.options.save && s.options.save_every > 0 && step % s.options.save_every == 0) {
+    s.write_checkpoint(step, optimizer, bucket_order);
+    s.step_began = Moment::record(s.device);
+  }
+}
+
+void Run::save_final(const AdamW& optimizer, const std::vector<std::string>& bucket_order) {
+  State& s = *state_;
+  const int64_t step = std::max(s.loaded.step, s.report.last_step());
+  if (s.options.save && s.saved_step != step) s.write_checkpoint(step, optimizer, bucket_order);
+}
+
+// ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+void Run::expect_equal_ranks(const NamedTensors& parameters) {
+  State& s = *state_;
+  if (s.world == nullptr || s.options.debug != DebugLevel::detail) return;
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : parameters) tensors.push_back(tensor);
+  s.world->expect_same("parameters", hash_tensors(tensors));
+}
+
+void Run::training_ended(const NamedTensors& parameters) {
+  State& s = *state_;
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : parameters) {
+    tensors.push_back(tensor);
+    if (s.records()) s.record.final_parameters.emplace_back(name, to_cpu(tensor));
+  }
+  const uint64_t hash = hash_tensors(tensors);
+  try {
+    if (s.world != nullptr) s.world->expect_same("parameters", hash);  // the ranks may never drift apart
+  } catch (const RunError& error) {
+    if (!s.options.verify) throw;
+    s.drifted = error.what();  // the proof goes on and says where the difference began; the verdict is settled
+  }
+  s.report.set_parameter_hash(hash, s.drifted.empty());
+  if (!s.options.dump_batches.empty() && s.launch.rank == 0) {
+    write_safetensors(s.options.dump_batches, s.batches,
+                      {{"global_batch_size", std::to_string(s.options.global_batch_size)}});
+  }
+}
+
+int Run::finish(const std::function<Verdict(const TrainingRecord&)>& prove) {
+  State& s = *state_;
+  const std::vector<std::string> memory = s.world != nullptr
+                                              ? s.world->gather_text("memory", memory_row(s.launch, s.device))
+                                              : std::vector<std::string>{memory_row(s.launch, s.device)};
+  std::vector<LedgerRow> ledger;
+  if (s.world != nullptr) ledger = s.world->ledger().rows();
+  say(s.launch, s.report.memory_report(s.memory, s.measured_memory, memory));
+  bool ledger_equal = true;
+  if (s.world != nullptr) say(s.launch, s.report.ledger_report(s.calls, ledger, ledger_equal));
+  say(s.launch, s.report.summary());
+  if (s.metrics) s.metrics->run(s.report.run_object(s.memory, memory, ledger));
+
+  int code = s.save_failed ? kExitFailed : kExitDone;
+  if (s.options.verify && s.stop) {
+    say(s.launch, "--verify was left out: the run was stopped\n");
+  } else if (s.options.verify) {
+    std::string outcome;
+    if (s.launch.rank == 0) {
+      // The others sleep in gather_text; deadlines stand still, since one device takes as long as it takes.
+      std::optional<Watchdog::Pause> pause;
+      if (s.world != nullptr) pause.emplace(s.world->watchdog());
+      const Verdict verdict = prove(s.record);
+      say(s.launch, verdict.report());
+      if (!ledger_equal) say(s.launch, "NOT EQUAL: the ledger differs from the prediction\n");
+      if (!s.drifted.empty()) say(s.launch, fmt::format("NOT EQUAL: {}\n", s.drifted));
+      outcome = verdict.passed() && ledger_equal && s.drifted.empty() ? "equal" : "different";
+    }
+    if (s.world != nullptr) outcome = s.world->gather_text("verdict", outcome).front();
+    if (outcome != "equal") code = kExitVerify;
+  }
+  return code;
+}
+
+}  // namespace mgp
