@@ -10,7 +10,7 @@ namespace mgp {
 std::string with_commas(int64_t number) {
   std::string digits = std::to_string(number);
   for (int64_t at = static_cast<int64_t>(digits.size()) - 3; at > (number < 0 ? 1 : 0); at -= 3) {
-    digits.insert(static_cast<size_t>(at), ",");
+    digits.insert(static_cast<size_t>(at), 1, ',');
   }
   return digits;
 }

@@ -30,7 +30,7 @@ std::string host_name() {
 
 std::string shortened(const std::string& line) {
   constexpr size_t kLongest = 160;
-  return line.size() <= kLongest ? line : line.substr(0, kLongest - 3) + "...";
+  return line.size() <= kLongest ? line : fmt::format("{}...", std::string_view(line).substr(0, kLongest - 3));
 }
 
 }  // namespace

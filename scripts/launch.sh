@@ -227,6 +227,7 @@ kill_after() {
     # not after the launcher has gone: the numbers could belong to somebody else by then
     kill -0 $$ 2>/dev/null && signal_all KILL ) </dev/null >/dev/null 2>&1 &
   reapers+=($!)
+  disown $!   # else bash prints a line when finish kills it
 }
 
 caught=0 caught_number=0
@@ -407,6 +408,7 @@ while (( ${#running[@]} > 0 )); do
     stopping=1
     ( read -r -t 1 _ <>"$temp/never" || true; kill -0 $$ 2>/dev/null && signal_all TERM ) </dev/null >/dev/null 2>&1 &
     reapers+=($!)
+    disown $!
     kill_after 11
   fi
   wait_any "${running[@]}"
