@@ -67,10 +67,10 @@ PtValue to_value(const ModelConfig& config) {
 }
 
 // ── from values: the accessors throw RunError, which load_full_state turns into the one line of --load ──
-const PtValue& entry(const PtValue& value, const std::string& key, const std::string& where) {
+const PtValue& entry(const PtValue& value, std::string_view key, std::string_view where) {
   value.dict(where);
   const PtValue* found = value.find(key);
-  if (found == nullptr) throw RunError(where + " has no entry " + key);
+  if (found == nullptr) throw RunError(fmt::format("{} has no entry {}", where, key));
   return *found;
 }
 

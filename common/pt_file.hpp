@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -24,13 +25,13 @@ struct PtValue {
   std::variant<std::monostate, bool, int64_t, double, std::string, at::Tensor, List, Dict> value;
 
   bool is_none() const { return value.index() == 0; }
-  const Dict& dict(const std::string& where) const;  ///< throws RunError naming `where` if it is another type
-  const List& list(const std::string& where) const;
-  const at::Tensor& tensor(const std::string& where) const;
-  int64_t integer(const std::string& where) const;
-  double number(const std::string& where) const;
-  const std::string& text(const std::string& where) const;
-  const PtValue* find(const std::string& key) const;  ///< nullptr if absent or not a dict
+  const Dict& dict(std::string_view where) const;  ///< throws RunError naming `where` if it is another type
+  const List& list(std::string_view where) const;
+  const at::Tensor& tensor(std::string_view where) const;
+  int64_t integer(std::string_view where) const;
+  double number(std::string_view where) const;
+  const std::string& text(std::string_view where) const;
+  const PtValue* find(std::string_view key) const;  ///< nullptr if absent or not a dict
 };
 
 /// Gives the values of a placeholder when its turn comes; `where` is its place, such as "model/encoder.norm.weight".
