@@ -12,7 +12,7 @@ using namespace mgp_test;
 int next_rank() { return (world().rank() + 1) % world().size(); }
 int previous_rank() { return (world().rank() + world().size() - 1) % world().size(); }
 
-void ring(int64_t numel, at::ScalarType type) {
+void expect_ring_arrives(int64_t numel, at::ScalarType type) {
   const at::Tensor out = pattern(numel, type, world().rank());
   const at::Tensor in = constant(numel, type, 99);
   mgp::CommGroup group(world());
@@ -24,7 +24,7 @@ void ring(int64_t numel, at::ScalarType type) {
 
 TEST(PointToPoint, RingsOfEveryTypeAndSize) {
   for (const at::ScalarType type : kAllTypes) {
-    for (const int64_t numel : {1, 7, 1000}) ring(numel, type);
+    for (const int64_t numel : {1, 7, 1000}) expect_ring_arrives(numel, type);
   }
 }
 
@@ -43,8 +43,8 @@ TEST(PointToPoint, RingOfLongMessages) {
 
 TEST(PointToPoint, PiecesArriveInOrder) {
   mgp::set_mpi_chunk_limit(5);
-  ring(23, at::kLong);
-  ring(5, at::kLong);
+  expect_ring_arrives(23, at::kLong);
+  expect_ring_arrives(5, at::kLong);
   mgp::set_mpi_chunk_limit(0);
 }
 
