@@ -2,7 +2,7 @@
 //
 //   {"model": {name: tensor}, "optimizer": {"exp_avg": {name: tensor}, "exp_avg_sq": {...}, "step": {...}},
 //    "training": {"step", "seed", "global_batch_size", "next_sample", "data", "precision", "bucket_order": [names],
-//                 "rng_cpu", "rng_cuda"}, "config": {sizes}, "format": "multi-gpu-playground full state 1"}
+//                 "loss_scale", "good_steps", "rng_cpu", "rng_cuda"}, "config": {sizes}, "format": "multi-gpu-playground full state 1"}
 //
 // In Python: model.load_state_dict(torch.load(path, weights_only=True)["model"]).
 #pragma once
@@ -28,6 +28,8 @@ struct TrainingState {
   std::string data = "fresh";
   std::string precision = "fp32";
   std::vector<std::string> bucket_order;  ///< DDP: parameter names in the order in which gradients came; else empty
+  double loss_scale = 1.0;                ///< of the next step (loss_scaler.hpp)
+  int64_t good_steps = 0;                 ///< steps without overflow since the scale last changed
   at::Tensor rng_cpu;                     ///< state of the default generators, so that dropout continues
   at::Tensor rng_cuda;                    ///< undefined on CPU
 };

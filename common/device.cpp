@@ -9,6 +9,8 @@
 #include <map>
 
 #if MGP_WITH_CUDA
+#include <ATen/Context.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
 #endif
@@ -103,6 +105,15 @@ void describe_gpu(DeviceFacts& facts, int index) {
 #endif
 
 }  // namespace
+
+void release_cached_memory([[maybe_unused]] c10::Device device) {
+#if MGP_WITH_CUDA
+  if (!device.is_cuda()) return;
+  at::globalContext().lazyInitDevice(device.type());  // the allocator has no statistics before that
+  c10::cuda::CUDACachingAllocator::emptyCache();
+  c10::cuda::CUDACachingAllocator::resetPeakStats(device.index());
+#endif
+}
 
 c10::Device choose_device(const Launch& launch, const std::string& request, int visible) {
   if (request == "cpu") return c10::Device(c10::DeviceType::CPU);

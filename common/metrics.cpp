@@ -48,6 +48,10 @@ void MetricsFile::step(const StepNumbers& n) {
     object["overlap_lead_ms"] = n.lead_ms;
   }
   if (!std::isnan(n.mfu)) object["mfu"] = n.mfu;
+  if (!std::isnan(n.loss_scale)) {
+    object["loss_scale"] = n.loss_scale;
+    object["skipped"] = n.skipped;
+  }
   line(object);
 }
 

@@ -13,4 +13,13 @@ namespace mgp {
 /// The order is the same on every rank: collectives over a list rely on it.
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
+/// A copy on the CPU that shares nothing with `tensor`.
+inline at::Tensor copy_on_cpu(const at::Tensor& tensor) { return tensor.detach().to(at::kCPU).contiguous().clone(); }
+
+inline NamedTensors copies_on_cpu(const NamedTensors& tensors) {
+  NamedTensors copies;
+  for (const auto& [name, tensor] : tensors) copies.emplace_back(name, copy_on_cpu(tensor));
+  return copies;
+}
+
 }  // namespace mgp

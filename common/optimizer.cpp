@@ -28,7 +28,7 @@ AdamW::AdamW(const NamedTensors& parameters, const AdamWOptions& options) : para
   }
 }
 
-void AdamW::step(double lr) {
+void AdamW::step(double lr, const at::Tensor& found_inf) {
   const at::NoGradGuard no_grad;
   for (Group& group : groups_) {
     std::vector<at::Tensor> gradients;
@@ -40,7 +40,12 @@ void AdamW::step(double lr) {
     at::_foreach_add_(group.steps, 1);  // the kernel reads the count of the step it makes
     at::_fused_adamw_(group.parameters, gradients, group.exp_avg, group.exp_avg_sq, /*max_exp_avg_sqs=*/{}, group.steps,
                       lr, options_.beta1, options_.beta2, group.weight_decay, options_.eps, /*amsgrad=*/false,
-                      /*maximize=*/false);
+                      /*maximize=*/false, /*grad_scale=*/{},
+                      found_inf.defined() ? std::optional<at::Tensor>(found_inf) : std::nullopt);
+    // A skipped step does not count: bias correction would be wrong from then on.
+    if (found_inf.defined()) {
+      at::_foreach_sub_(group.steps, std::vector<at::Tensor>(group.steps.size(), found_inf));
+    }
   }
 }
 

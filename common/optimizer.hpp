@@ -22,8 +22,9 @@ class AdamW {
   AdamW(const NamedTensors& parameters, const AdamWOptions& options);
 
   /// One step with learning rate `lr`, from the gradients in `.grad()`. A parameter without a gradient is stepped with
-  /// zeros, so that all trainers agree on what an unused parameter means.
-  void step(double lr);
+  /// zeros, so that all trainers agree on what an unused parameter means. `found_inf` (LossScaler; may be undefined): if
+  /// it holds 1 on the device nothing changes, step counts included, and the host never knows.
+  void step(double lr, const at::Tensor& found_inf = {});
 
   /// Drops all gradients (undefined, not zero): backward then stores fresh ones instead of adding.
   void zero_grad();

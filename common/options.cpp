@@ -15,7 +15,7 @@ namespace {
 
 /// Texts that need a second look after parsing; the rest goes straight into Options.
 struct RawOptions {
-  std::string precision = "fp32", debug, lr_schedule = "constant", save;
+  std::string precision, debug, lr_schedule = "constant", save;
   std::vector<std::string> inject;
   int64_t vocab_size = 0, seq_len = 0, dim = 0, heads = 0, layers = 0, mlp_dim = 0, classes = 0;
   bool help = false, help_all = false;
@@ -37,7 +37,11 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_option("--accumulate", o.accumulate, "cut a rank's rows into K backward passes, one gradient exchange (1)")
       ->group(kShort);
   app.add_option("--device", o.device, "auto, cpu, cuda or a GPU's index")->group(kShort);
-  app.add_option("--precision", raw.precision, "fp32, tf32, bf16 (autocast) or fp64")->group(kShort);
+  app.add_option("--precision", raw.precision,
+                 o.trainer.compares_precisions
+                     ? "fp32, tf32, bf16, fp16, fp64, or all: one after the other, compared (all)"
+                     : "fp32, tf32, bf16 or fp16 (autocast), or fp64 (fp32)")
+      ->group(kShort);
   app.add_option("--data", o.data, "fresh, or repeat: one batch again and again, the loss must fall")->group(kShort);
   app.add_flag("--verify", o.verify, "prove equality with one device; exit code 3 on a difference")->group(kShort);
   app.add_option("--save", raw.save, "write a full-state checkpoint at the end [FILE.pt]")
@@ -55,6 +59,10 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_option("--classes", raw.classes, "classes, instead of the preset's")->group(more);
   app.add_option("--warmup-steps", o.warmup_steps, "steps left out of the timings (5)")->group(more);
   app.add_option("--log-every", o.log_every, "print a progress line every N steps (10); only then the host waits")
+      ->group(more);
+  app.add_option("--loss-scaling", o.loss_scaling, "dynamic loss scale: auto (on with fp16), on or off")->group(more);
+  app.add_option("--init-scale", o.scaler.initial_scale, "loss scale of the first step (65536)")->group(more);
+  app.add_option("--scale-growth-interval", o.scaler.growth_interval, "good steps after which it doubles (2000)")
       ->group(more);
   app.add_option("--global-batch-size", o.global_batch_size, "rows of the whole step, cut over the ranks")->group(more);
   app.add_flag("--deterministic", o.deterministic, "the same bits in each run: algorithms and attention pinned")
@@ -80,7 +88,7 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_option("--debug", raw.debug, "off, info (log each collective) or detail (prove that all ranks agree first)")
       ->group(more);
   app.add_option("--comm-timeout", o.comm_timeout, "seconds that a collective may take (300)")->group(more);
-  app.add_option("--inject", raw.inject, "planned fault KIND@RANK,STEP; KIND: exit, throw, segv, stall")
+  app.add_option("--inject", raw.inject, "planned fault KIND@RANK,STEP; KIND: exit, throw, segv, stall, inf")
       ->group(more)
       ->allow_extra_args(false);
   app.add_flag("--environment", o.environment, "print versions, devices and launcher, and stop")->group(more);
@@ -109,7 +117,7 @@ Injection parse_injection(const std::string& text) {
       static_cast<size_t>(used) != text.size()) {
     refuse(fmt::format("--inject is '{}': write KIND@RANK,STEP, for example exit@1,5", text));
   }
-  one_of("--inject", kind, {"exit", "throw", "segv", "stall"});
+  one_of("--inject", kind, {"exit", "throw", "segv", "stall", "inf"});
   injection.kind = kind;
   injection.rank = rank;
   injection.step = step;
@@ -178,6 +186,11 @@ void check_values(const Options& o) {
   if (!o.preset.empty()) one_of("--preset", o.preset, {"tiny", "small", "base"});
   one_of("--model", o.model_kind, {"classifier", "mlp"});
   one_of("--data", o.data, {"fresh", "repeat"});
+  one_of("--loss-scaling", o.loss_scaling, {"auto", "on", "off"});
+  at_least<int64_t>("--scale-growth-interval", o.scaler.growth_interval, 1);
+  if (!(o.scaler.initial_scale > 0.0 && o.scaler.initial_scale <= 0x1p100)) {
+    refuse(fmt::format("--init-scale is {}: must be above 0 and at most 2^100", o.scaler.initial_scale));
+  }
   at_least<int64_t>("--steps", o.steps, 0);
   at_least<int64_t>("--warmup-steps", o.warmup_steps, 0);
   at_least<int64_t>("--log-every", o.log_every, 1);
@@ -210,6 +223,7 @@ SyntheticTokens::Mode Options::data_mode() const {
 
 std::string help_text(const TrainerInfo& trainer, bool all, const ExtraFlags& extra) {
   Options options;
+  options.trainer = trainer;
   RawOptions raw;
   CLI::App app(trainer.summary, trainer.name);
   declare(app, options, raw, all);
@@ -245,7 +259,9 @@ void parse_options(int argc, char** argv, const TrainerInfo& trainer, Options& o
     refuse(fmt::format("--batch-size {} and --global-batch-size {} both set the batch: give one of them",
                        options.batch_size, options.global_batch_size));
   }
-  options.precision = parse_precision(raw.precision);
+  if (raw.precision.empty()) raw.precision = trainer.compares_precisions ? "all" : "fp32";
+  options.all_precisions = trainer.compares_precisions && raw.precision == "all";
+  options.precision = options.all_precisions ? Precision::fp32 : parse_precision(raw.precision);
   options.debug = parse_debug(raw.debug);
   one_of("--lr-schedule", raw.lr_schedule, {"constant", "cosine"});
   options.lr.kind = raw.lr_schedule == "cosine" ? LrSchedule::Kind::cosine : LrSchedule::Kind::constant;

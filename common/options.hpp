@@ -11,6 +11,7 @@
 #include "common/communicator.hpp"
 #include "common/data.hpp"
 #include "common/launch.hpp"
+#include "common/loss_scaler.hpp"
 #include "common/model_config.hpp"
 #include "common/optimizer.hpp"
 #include "common/precision.hpp"
@@ -28,9 +29,11 @@ struct TrainerInfo {
   std::string summary;  ///< one line
   /// Ranks that cut the global batch between them; false for a trainer that runs in one process.
   bool many_ranks = true;
+  bool compares_precisions = false;  ///< takes --precision all, and does so by default
 };
 
-/// A fault on purpose, for tests: `--inject exit@1,5` ends rank 1 in step 5. Kinds: exit, throw, segv, stall.
+/// A fault on purpose, for tests: `--inject exit@1,5` ends rank 1 in step 5. Kinds: exit, throw, segv, stall, and inf,
+/// which makes that rank's gradients infinite.
 struct Injection {
   std::string kind;
   int rank = -1;
@@ -62,6 +65,9 @@ struct Options {
   std::string device = "auto";
   bool cuda = false;  ///< after settle(): the ranks run on GPUs
   Precision precision = Precision::fp32;
+  bool all_precisions = false;        ///< --precision all: `precision` is only the first
+  std::string loss_scaling = "auto";  ///< after settle(): on or off
+  LossScaleOptions scaler;
   bool deterministic = false;
   // optimizer
   double clip_norm = 1.0;

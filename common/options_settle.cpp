@@ -36,9 +36,11 @@ void settle(Options& options, const Launch& launch) {
   options.cuda =
       options.device != "cpu" && (options.predict || options.device != "auto" || torch::cuda::is_available());
   if (options.preset.empty()) options.preset = options.cuda ? "base" : "tiny";
-  if (!options.cuda && options.precision == Precision::tf32) {
-    refuse("--precision tf32 needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU");
+  if (!options.cuda && (options.precision == Precision::tf32 || options.precision == Precision::fp16)) {
+    refuse(fmt::format("--precision {} needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU",
+                       to_string(options.precision)));
   }
+  if (options.loss_scaling == "auto") options.loss_scaling = options.precision == Precision::fp16 ? "on" : "off";
 
   const ModelConfig given = options.model;
   options.model = preset_config(options.preset, options.model_kind == "mlp" ? ModelKind::mlp : ModelKind::classifier);
@@ -94,7 +96,10 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
                             o.world == 1 ? "" : "s", o.batch_size,
                             o.global_batch_size % o.world != 0 ? " or one less" : "", with_commas(tokens))},
       {"accumulate", fmt::format("{} backward pass{} a step", o.accumulate, o.accumulate == 1 ? "" : "es")},
-      {"precision", to_string(o.precision) + (o.precision == Precision::bf16 ? " autocast, fp32 weights" : "")},
+      {"precision", to_string(o.precision) + (uses_autocast(o.precision) ? " autocast, fp32 weights" : "")},
+      {"loss scale", o.loss_scaling == "on" ? fmt::format("dynamic, from {}, doubled after {} good steps",
+                                                          o.scaler.initial_scale, o.scaler.growth_interval)
+                                            : "none"},
       {"data", fmt::format("{}, seed {}", o.data, o.seed)},
       {"optimizer", fmt::format("fused AdamW, lr {} ({}, warm-up {}), weight decay {}, clip norm {}", o.lr.lr,
                                 o.lr.kind == LrSchedule::Kind::cosine ? "cosine" : "constant", o.lr.warmup,

@@ -11,14 +11,12 @@ namespace {
 
 int64_t bytes_of(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
-/// Bytes of one element in matmuls and attention: bf16 under autocast, else as stored.
-int64_t compute_bytes(Precision precision) {
-  return precision == Precision::bf16 ? 2 : bytes_of(storage_dtype(precision));
-}
+/// Bytes of one element in matmuls and attention: bf16 or fp16 under autocast, else as stored.
+int64_t compute_bytes(Precision precision) { return bytes_of(compute_dtype(precision)); }
 
-/// Under autocast the bf16 copies of all weights that enter a matmul live from forward to the end of backward.
+/// Under autocast the low-precision copies of all weights that enter a matmul live from forward to the end of backward.
 int64_t cast_weights(const ModelConfig& config, Precision precision) {
-  if (precision != Precision::bf16) return 0;
+  if (!uses_autocast(precision)) return 0;
   int64_t elements = 0;
   for (const ParameterShape& parameter : parameter_shapes(config)) {
     const bool looked_up = parameter.name == "embedding.weight" || parameter.name == "position.weight";

@@ -119,12 +119,14 @@ void Report::begin(const Options& options, const Launch& launch, at::Device devi
   started_ = std::chrono::steady_clock::now();
 }
 
-StepNumbers Report::read(const PendingStep& p, double loss, double norm) {
+StepNumbers Report::read(const PendingStep& p, double loss, double norm, double loss_scale, bool skipped) {
   StepNumbers n;
   n.step = p.step;
   n.loss = loss;
   n.grad_norm = norm;
   n.learning_rate = p.learning_rate;
+  n.loss_scale = loss_scale;
+  n.skipped = skipped;
   n.ms = Moment::milliseconds(p.began, p.ended);
   if (p.times.wait_ended.valid()) {
     n.exposed_ms = std::max(0.0, Moment::milliseconds(p.times.wait_began, p.times.wait_ended));
@@ -171,6 +173,9 @@ std::string Report::progress_line() const {
       fmt::format("step {:>5}/{}  loss {:.6f}  grad norm {:.4f}  lr {:.2e}  {:.2f} ms  {} tokens/s  {:.2f} TFLOP/s",
                   last_.step, options_.steps, last_.loss, last_.grad_norm, last_.learning_rate, last_.ms,
                   with_commas(static_cast<int64_t>(last_.tokens_per_second)), last_.tflops);
+  if (!std::isnan(last_.loss_scale)) {
+    line += fmt::format("  scale {}{}", last_.loss_scale, last_.skipped ? " (skipped: overflow)" : "");
+  }
   if (!std::isnan(last_.mfu)) line += fmt::format("  MFU {:.1f}%", 100.0 * last_.mfu);
   if (!std::isnan(last_.exposed_ms)) line += fmt::format("  exposed {:.2f} ms", last_.exposed_ms);
   line += fmt::format("  ETA {}\n", human_seconds(static_cast<double>(options_.steps - last_.step) * step_ms / 1000.0));
@@ -250,6 +255,30 @@ std::string Report::ledger_report(const std::vector<CallPrediction>& predicted, 
   return text + table("byte ledger of rank 0, whole run", all, true);
 }
 
+RunNumbers Report::numbers() const {
+  RunNumbers numbers;
+  numbers.ms = median(&StepNumbers::ms);
+  numbers.tokens_per_second = median(&StepNumbers::tokens_per_second);
+  numbers.loss_scale = last_.loss_scale;
+  for (const StepNumbers& n : steps_) {
+    numbers.losses.push_back(n.loss);
+    numbers.skipped += n.skipped ? 1 : 0;
+  }
+  return numbers;
+}
+
+std::string Report::loss_scale_line() const {
+  if (std::isnan(last_.loss_scale)) return "";
+  std::string skipped;
+  int64_t count = 0;
+  for (const StepNumbers& n : steps_) {
+    if (!n.skipped) continue;
+    if (++count <= 8) skipped += fmt::format("{}{}", count == 1 ? ": steps " : ", ", n.step);
+  }
+  return fmt::format("loss scale {} at first, {} at last; {} of {} steps skipped{}{}\n", steps_.front().loss_scale,
+                     last_.loss_scale, count, steps_.size(), skipped, count > 8 ? ", ..." : "");
+}
+
 std::string Report::summary() const {
   if (steps_.empty()) return "no step was taken\n";
   const double ms = median(&StepNumbers::ms);
@@ -263,6 +292,7 @@ std::string Report::summary() const {
   std::string text = fmt::format(
       "step time {:.2f} ms median ({:.2f} to {:.2f}), {} tokens/s, {:.2f} TFLOP/s per rank\n", ms, lowest, highest,
       with_commas(static_cast<int64_t>(median(&StepNumbers::tokens_per_second))), median(&StepNumbers::tflops));
+  text += loss_scale_line();
   const double exposed = median(&StepNumbers::exposed_ms);
   if (!std::isnan(exposed)) {
     const double lead = median(&StepNumbers::lead_ms);
@@ -291,6 +321,10 @@ nlohmann::json Report::run_object(const MemoryPrediction& predicted, const std::
   object["effective_batch"] = options_.global_batch_size;
   object["parameters"] = parameter_count(options_.model);
   object["steps"] = steps_.size();
+  if (!std::isnan(last_.loss_scale)) {
+    object["loss_scale_last"] = last_.loss_scale;
+    object["steps_skipped"] = std::count_if(steps_.begin(), steps_.end(), [](const auto& n) { return n.skipped; });
+  }
   object["ms_median"] = median(&StepNumbers::ms);
   object["exposed_ms_median"] = median(&StepNumbers::exposed_ms);
   object["tokens_per_second_median"] = median(&StepNumbers::tokens_per_second);

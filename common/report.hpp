@@ -18,6 +18,7 @@ namespace mgp {
 struct PendingStep {
   int64_t step = 0;
   at::Tensor loss, norm;  ///< 0-dim, on the device
+  at::Tensor scale;       ///< [2] = loss scale, found_inf; undefined without a loss scale
   double learning_rate = 0;
   Moment began, ended;
   StepTimes times;
@@ -30,6 +31,8 @@ struct StepNumbers {
   double loss = 0;       ///< mean over the rows of the global batch
   double grad_norm = 0;  ///< before clipping
   double learning_rate = 0;
+  double loss_scale = NAN;  ///< NaN: none
+  bool skipped = false;     ///< a gradient was inf or NaN: nothing was changed
   double ms = 0;            ///< step time on this rank's device
   double exposed_ms = NAN;  ///< the compute stream waited for communication; NaN: not measured
   double lead_ms = NAN;     ///< from the begin of the first collective to the end of backward: > 0 means overlap
@@ -53,7 +56,7 @@ class Report {
   void begin(const Options& options, const Launch& launch, at::Device device, const std::vector<DeviceFacts>& devices);
 
   /// Turns a finished step into numbers and adds it to the statistics.
-  StepNumbers read(const PendingStep& pending, double loss, double norm);
+  StepNumbers read(const PendingStep& pending, double loss, double norm, double loss_scale, bool skipped);
 
   /// step, loss over the whole global batch, gradient norm, lr, ms, tokens/s, TFLOP/s and MFU where known, ETA.
   std::string progress_line() const;
@@ -70,6 +73,8 @@ class Report {
   /// Predicted calls and bytes beside measured ones, first step and later steps; `equal` tells whether they agree.
   std::string ledger_report(const std::vector<CallPrediction>& predicted, const std::vector<LedgerRow>& measured,
                             bool& equal) const;
+  /// Without the memory, which the run measures.
+  RunNumbers numbers() const;
   /// Step time (median, spread), throughput, exposed communication, hash.
   std::string summary() const;
   nlohmann::json run_object(const MemoryPrediction& predicted, const std::vector<std::string>& rank_memory,
@@ -79,6 +84,8 @@ class Report {
   /// Median of a number over the steps after warm-up (over all steps if there are no others); NaN if never measured.
   template <typename Member>
   double median(Member member) const;
+  /// What the loss scale did; empty without one.
+  std::string loss_scale_line() const;
 
   Options options_;
   Launch launch_;

@@ -88,7 +88,7 @@ void Run::State::refuse_if_too_large(const MemoryPattern& pattern) const {
 
 // ── position ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-std::vector<std::string> Run::load(AdamW& optimizer) {
+std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
   State& s = *state_;
   if (!s.options.load.empty()) {
     const FullState file = load_full_state(s.options.load);
@@ -98,6 +98,7 @@ std::vector<std::string> Run::load(AdamW& optimizer) {
                                    file.training.step, s.options.steps));
     }
     restore(file, optimizer);
+    if (file.training.loss_scale != 1.0) scaler.restore(file.training.loss_scale, file.training.good_steps);
     restore_rng(file.training, s.device);
     s.loaded = file.training;
     if (file.training.step > 0 && s.options.data == "fresh" &&
@@ -110,10 +111,7 @@ std::vector<std::string> Run::load(AdamW& optimizer) {
     }
     say(s.launch, fmt::format("loaded {} at step {}\n", s.options.load, file.training.step));
   }
-  if (s.records()) {
-    for (const auto& [name, tensor] : optimizer.parameters())
-      s.record.initial_parameters.emplace_back(name, to_cpu(tensor));
-  }
+  if (s.records()) s.record.initial_parameters = copies_on_cpu(optimizer.parameters());
   s.step_began = Moment::record(s.device);
   return s.loaded.bucket_order;
 }
@@ -161,13 +159,19 @@ void Run::before_step(int64_t step) {
   }
 }
 
+void Run::inject_inf(int64_t step, at::Tensor& loss) const {
+  for (const Injection& fault : state_->options.inject) {
+    if (fault.kind == "inf" && fault.rank == state_->launch.rank && fault.step == step) loss = loss * INFINITY;
+  }
+}
+
 void Run::gradients_ready(int64_t step, const NamedTensors& parameters) {
   State& s = *state_;
   if (step != first_step() || (!s.records() && s.options.dump_gradients.empty())) return;
   NamedTensors gradients;
   for (const auto& [name, parameter] : parameters) {
-    gradients.emplace_back(name,
-                           parameter.grad().defined() ? to_cpu(parameter.grad()) : to_cpu(at::zeros_like(parameter)));
+    gradients.emplace_back(
+        name, parameter.grad().defined() ? copy_on_cpu(parameter.grad()) : copy_on_cpu(at::zeros_like(parameter)));
   }
   if (!s.options.dump_gradients.empty() && s.launch.rank == 0) {
     write_safetensors(s.options.dump_gradients, gradients, {{"step", std::to_string(step)}});
@@ -175,12 +179,14 @@ void Run::gradients_ready(int64_t step, const NamedTensors& parameters) {
   if (s.records()) s.record.first_gradients = std::move(gradients);
 }
 
-void Run::after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor& norm, const StepTimes* times) {
+void Run::after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor& norm, const LossScaler& scaler,
+                     const StepTimes* times) {
   State& s = *state_;
   PendingStep pending;
   pending.step = step;
   pending.loss = loss_sum.detach();
   pending.norm = norm.detach();
+  pending.scale = scaler.numbers();
   pending.learning_rate = learning_rate(step);
   pending.began = s.step_began;
   pending.ended = Moment::record(s.device);
@@ -208,10 +214,16 @@ void Run::State::flush(int64_t step) {
   for (const PendingStep& p : pending) norms.push_back(p.norm.to(at::kDouble).reshape({1}));
   losses = losses.cpu();
   const at::Tensor norms_cpu = at::cat(norms).cpu();
+  std::vector<at::Tensor> scales;  // [2] each: scale, found_inf
+  for (const PendingStep& p : pending) scales.push_back(p.scale);
+  const at::Tensor scales_cpu = scales.front().defined() ? at::stack(scales).cpu() : at::Tensor();  // [steps, 2]
 
   const int64_t count = static_cast<int64_t>(pending.size());
   for (int64_t i = 0; i < count; ++i) {
-    StepNumbers n = report.read(pending[static_cast<size_t>(i)], losses[i].item<double>(), norms_cpu[i].item<double>());
+    const PendingStep& p = pending[static_cast<size_t>(i)];
+    const double scale = scales_cpu.defined() ? scales_cpu[i][0].item<double>() : NAN;
+    const bool skipped = scales_cpu.defined() && scales_cpu[i][1].item<double>() != 0.0;
+    StepNumbers n = report.read(p, losses[i].item<double>(), norms_cpu[i].item<double>(), scale, skipped);
     if (records()) {
       record.losses.push_back(n.loss);
       record.norms.push_back(n.grad_norm);

@@ -11,6 +11,7 @@
 #include "common/checkpoint.hpp"
 #include "common/communicator.hpp"
 #include "common/launch.hpp"
+#include "common/loss_scaler.hpp"
 #include "common/options.hpp"
 #include "common/predict.hpp"
 #include "common/timing.hpp"
@@ -36,6 +37,17 @@ struct StepTimes {
   int64_t last_bytes = 0;
 };
 
+/// What a run measured, for trainers that compare several.
+struct RunNumbers {
+  double ms = 0;  ///< median step time after warm-up
+  double tokens_per_second = 0;
+  std::vector<double> losses;  ///< of each step, over the global batch
+  int64_t skipped = 0;         ///< steps that the loss scale skipped
+  double loss_scale = 0;       ///< of the last step; NaN without one
+  int64_t peak_allocated = 0;  ///< bytes; 0 on a CPU
+  int64_t peak_reserved = 0;
+};
+
 class Run {
  public:
   /// Prints the banner (settings, ranks and devices, predictions) on rank 0 and refuses a run that does not fit, with the
@@ -46,8 +58,9 @@ class Run {
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
-  /// Restores model, optimizer and position from --load; returns the saved order of DDP's gradients (else empty).
-  std::vector<std::string> load(AdamW& optimizer);
+  /// Restores model, optimizer, loss scale and position from --load; returns the saved order of DDP's gradients (else
+  /// empty).
+  std::vector<std::string> load(AdamW& optimizer, LossScaler& scaler);
 
   int64_t first_step() const;      ///< 1, or the step after the one that was loaded
   bool wants(int64_t step) const;  ///< false after --steps, and on all ranks together after Ctrl-C
@@ -58,19 +71,25 @@ class Run {
 
   // ── the loop's one-liners ──
   void before_step(int64_t step);  ///< planned faults, heartbeat
+  /// --inject inf@RANK,STEP: the loss becomes infinite, and with it all gradients; else nothing.
+  void inject_inf(int64_t step, at::Tensor& loss) const;
   /// After the exchange and before clipping: keeps the first step's gradients for --verify and --dump-gradients.
   void gradients_ready(int64_t step, const NamedTensors& parameters);
   /// `loss_sum`: this rank's share of the global batch's mean loss, [] on the device; the shares are added over ranks when
   /// the progress line needs them. `norm`: gradient norm before clipping.
-  void after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor& norm, const StepTimes* times = nullptr);
+  void after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor& norm, const LossScaler& scaler,
+                  const StepTimes* times = nullptr);
   /// Writes the checkpoint if --save-every says so. Rank 0 writes, the others go on. `bucket_order`: DDP's, or empty.
-  void save_if_due(int64_t step, const AdamW& optimizer, const std::vector<std::string>& bucket_order = {});
+  void save_if_due(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
+                   const std::vector<std::string>& bucket_order = {});
   /// Writes the final checkpoint if --save was given and it is not written yet.
-  void save_final(const AdamW& optimizer, const std::vector<std::string>& bucket_order = {});
+  void save_final(const AdamW& optimizer, const LossScaler& scaler, const std::vector<std::string>& bucket_order = {});
   /// Proves that all ranks hold the same parameters (a hash) and keeps them for --verify. Call after the loop.
   void training_ended(const NamedTensors& parameters);
   /// With --debug detail: the same proof after each step.
   void expect_equal_ranks(const NamedTensors& parameters);
+
+  RunNumbers numbers() const;
 
   /// Prints the report; with --verify calls `prove` on rank 0 while the others sleep; returns the exit code, the same on
   /// all ranks. Call when everything of the training has been freed.

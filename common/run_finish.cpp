@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "common/error.hpp"
 #include "common/run_state.hpp"
@@ -13,7 +14,8 @@ namespace mgp {
 
 // ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const std::vector<std::string>& bucket_order) {
+void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
+                                  const std::vector<std::string>& bucket_order) {
   saved_step = step;
   if (launch.rank != 0) return;
   TrainingState training;
@@ -24,6 +26,8 @@ void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const st
   training.data = options.data;
   training.precision = to_string(options.precision);
   training.bucket_order = bucket_order;
+  training.loss_scale = scaler.current_scale();
+  training.good_steps = scaler.good_steps();
   capture_rng(training, device);
   // The others wait in their next collective meanwhile: no deadline runs while a disk is slow.
   std::optional<Watchdog::Pause> pause;
@@ -38,18 +42,19 @@ void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const st
   }
 }
 
-void Run::save_if_due(int64_t step, const AdamW& optimizer, const std::vector<std::string>& bucket_order) {
+void Run::save_if_due(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
+                      const std::vector<std::string>& bucket_order) {
   State& s = *state_;
   if (s.options.save && s.options.save_every > 0 && step % s.options.save_every == 0) {
-    s.write_checkpoint(step, optimizer, bucket_order);
+    s.write_checkpoint(step, optimizer, scaler, bucket_order);
     s.step_began = Moment::record(s.device);
   }
 }
 
-void Run::save_final(const AdamW& optimizer, const std::vector<std::string>& bucket_order) {
+void Run::save_final(const AdamW& optimizer, const LossScaler& scaler, const std::vector<std::string>& bucket_order) {
   State& s = *state_;
   const int64_t step = std::max(s.loaded.step, s.report.last_step());
-  if (s.options.save && s.saved_step != step) s.write_checkpoint(step, optimizer, bucket_order);
+  if (s.options.save && s.saved_step != step) s.write_checkpoint(step, optimizer, scaler, bucket_order);
 }
 
 // ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -67,7 +72,7 @@ void Run::training_ended(const NamedTensors& parameters) {
   std::vector<at::Tensor> tensors;
   for (const auto& [name, tensor] : parameters) {
     tensors.push_back(tensor);
-    if (s.records()) s.record.final_parameters.emplace_back(name, to_cpu(tensor));
+    if (s.records()) s.record.final_parameters.emplace_back(name, copy_on_cpu(tensor));
   }
   const uint64_t hash = hash_tensors(tensors);
   try {
@@ -81,6 +86,14 @@ void Run::training_ended(const NamedTensors& parameters) {
     write_safetensors(s.options.dump_batches, s.batches,
                       {{"global_batch_size", std::to_string(s.options.global_batch_size)}});
   }
+}
+
+RunNumbers Run::numbers() const {
+  RunNumbers numbers = state_->report.numbers();
+  int64_t rank = 0;
+  std::istringstream(memory_row(state_->launch, state_->device)) >> rank >> numbers.peak_allocated >>
+      numbers.peak_reserved;
+  return numbers;
 }
 
 int Run::finish(const std::function<Verdict(const TrainingRecord&)>& prove) {

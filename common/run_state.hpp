@@ -42,10 +42,8 @@ struct Run::State {
   void inject(int64_t step) const;
   void refuse_if_too_large(const MemoryPattern& pattern) const;
   void flush(int64_t step);
-  void write_checkpoint(int64_t step, const AdamW& optimizer, const std::vector<std::string>& bucket_order);
+  void write_checkpoint(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
+                        const std::vector<std::string>& bucket_order);
 };
-
-/// A copy on the CPU that shares nothing with `tensor`.
-inline at::Tensor to_cpu(const at::Tensor& tensor) { return tensor.detach().to(at::kCPU).contiguous().clone(); }
 
 }  // namespace mgp

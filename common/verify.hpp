@@ -46,4 +46,7 @@ Verdict compare_exact(const TrainingRecord& run, const TrainingRecord& one_devic
 Verdict compare_low(const TrainingRecord& run, const TrainingRecord& one_device_low,
                     const TrainingRecord& one_device_fp32);
 
+/// ||a - b|| over all parameters, against the update ||b - initial|| that b's run made.
+double relative_distance(const NamedTensors& a, const NamedTensors& b, const NamedTensors& initial);
+
 }  // namespace mgp

@@ -65,7 +65,7 @@ CallPrediction predict_gradient_calls(const ModelConfig& config, Precision preci
     registration.push_back(bytes_of[shape.name]);
   }
   std::reverse(registration.begin(), registration.end());
-  for (const std::string& name : gradient_arrival_order(config, /*autocast=*/precision == Precision::bf16)) {
+  for (const std::string& name : gradient_arrival_order(config, uses_autocast(precision))) {
     arrival.push_back(bytes_of.at(name));
   }
 

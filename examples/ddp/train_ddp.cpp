@@ -89,7 +89,8 @@ int train_ddp(int argc, char** argv) {
     // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
     AdamW optimizer(named_parameters(*model), options.adamw);
     run.measure_memory("optimizer");
-    const std::vector<std::string> saved_order = run.load(optimizer);  // --load: also the order of the buckets
+    LossScaler scaler(options.loss_scaling == "on", options.scaler, device);   // does nothing unless fp16
+    const std::vector<std::string> saved_order = run.load(optimizer, scaler);  // --load: also the order of the buckets
 
     // Rank 0's values win, whatever the others made or loaded: replicas that start apart stay apart (trial B04).
     for (const auto& [name, tensor] : optimizer.parameters()) {
@@ -124,8 +125,9 @@ int train_ddp(int argc, char** argv) {
           // slices too, where a mean of means would not be.
           loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
         }
-        loss.backward();  // as soon as a bucket is full its all-reduce starts on the communication stream
         loss_sum += loss.detach();
+        run.inject_inf(step, loss);     // a planned fault; else nothing
+        scaler.scale(loss).backward();  // as soon as a bucket is full its all-reduce starts on the communication stream
       }
 
       StepTimes times;
@@ -136,20 +138,22 @@ int train_ddp(int argc, char** argv) {
         reduce_gradients_one_by_one(optimizer.parameters(), world, times);
       }
 
-      run.gradients_ready(step, optimizer.parameters());
       const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
+      scaler.unscale(gradients, &world);  // fp16: before anybody looks at them; an overflow skips the step on all ranks
+      run.gradients_ready(step, optimizer.parameters());
       // The gradients are equal on all ranks by now, so the norm needs no communication.
       const at::Tensor norm = gradient_norm(gradients);  // [], stays on the device: the host does not wait
       clip_gradients(gradients, norm, options.clip_norm);
-      optimizer.step(run.learning_rate(step));
+      optimizer.step(run.learning_rate(step), scaler.found_inf());
+      scaler.update();
 
-      run.after_step(step, loss_sum, norm, &times);
+      run.after_step(step, loss_sum, norm, scaler, &times);
       run.expect_equal_ranks(optimizer.parameters());
-      run.save_if_due(step, optimizer, reducer ? reducer->order() : saved_order);
+      run.save_if_due(step, optimizer, scaler, reducer ? reducer->order() : saved_order);
     }
 
     // 7 ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────
-    run.save_final(optimizer, reducer ? reducer->order() : saved_order);
+    run.save_final(optimizer, scaler, reducer ? reducer->order() : saved_order);
     run.training_ended(optimizer.parameters());  // a hash of the parameters must be equal on all ranks
   }
 

@@ -4,35 +4,29 @@
 
 #include "common/checkpoint.hpp"
 #include "common/data.hpp"
+#include "common/loss_scaler.hpp"
 #include "common/model.hpp"
 #include "common/optimizer.hpp"
 #include "common/precision.hpp"
 
 namespace mgp {
-namespace {
-
-NamedTensors copies(const NamedTensors& tensors) {
-  NamedTensors result;
-  for (const auto& [name, tensor] : tensors) result.emplace_back(name, tensor.detach().to(at::kCPU).clone());
-  return result;
-}
-
-}  // namespace
-
 TrainingRecord train_on_one_device(const Options& options, at::Device device, Precision precision, int64_t last_step) {
   apply_precision(precision);
   const SyntheticTokens data(options.model, options.seed, options.global_batch_size, options.data_mode(), device);
   Model model = make_model(options.model, options.seed, device, storage_dtype(precision));
   AdamW optimizer(named_parameters(*model), options.adamw);
+  // The fp32 run beside a low-precision one is the truth that both are measured against: it needs no scale.
+  LossScaler scaler(options.loss_scaling == "on" && precision == options.precision, options.scaler, device);
   int64_t first_step = 1;
   if (!options.load.empty()) {
     const FullState file = load_full_state(options.load);
     restore(file, optimizer);
+    if (file.training.loss_scale != 1.0) scaler.restore(file.training.loss_scale, file.training.good_steps);
     first_step = file.training.step + 1;
   }
 
   TrainingRecord record;
-  record.initial_parameters = copies(optimizer.parameters());
+  record.initial_parameters = copies_on_cpu(optimizer.parameters());
   // Half of what a rank of the run takes at once: fits where the run fitted, and never the same sums.
   const int64_t micro_rows = std::max<int64_t>(1, options.batch_size / options.accumulate / 2);
   const int64_t micro_count = (options.global_batch_size + micro_rows - 1) / micro_rows;
@@ -49,23 +43,25 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
         const at::Tensor logits = model->forward(batch.tokens);  // [b, classes]
         loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
       }
-      loss.backward();
+      scaler.scale(loss).backward();
       loss_sum += loss.detach().to(at::kDouble);
     }
 
     const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
+    scaler.unscale(gradients, /*world=*/nullptr);
     if (step == first_step) {
       for (const auto& [name, parameter] : optimizer.parameters()) {
-        record.first_gradients.emplace_back(name, parameter.grad().detach().to(at::kCPU).clone());
+        record.first_gradients.emplace_back(name, copy_on_cpu(parameter.grad()));
       }
     }
     const at::Tensor norm = gradient_norm(gradients);
     clip_gradients(gradients, norm, options.clip_norm);
-    optimizer.step(options.lr.at(step));
+    optimizer.step(options.lr.at(step), scaler.found_inf());
+    scaler.update();
     record.losses.push_back(loss_sum.item<double>());
     record.norms.push_back(norm.item<double>());
   }
-  record.final_parameters = copies(optimizer.parameters());
+  record.final_parameters = copies_on_cpu(optimizer.parameters());
   return record;
 }
 

@@ -57,7 +57,8 @@ int train_single(int argc, char** argv) {
     // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
     AdamW optimizer(named_parameters(*model), options.adamw);
     run.measure_memory("optimizer");
-    run.load(optimizer);  // --load: weights, moments, step, data position, random state
+    LossScaler scaler(options.loss_scaling == "on", options.scaler, device);  // does nothing unless fp16
+    run.load(optimizer, scaler);  // --load: weights, moments, scale, step, data position, random state
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
@@ -75,22 +76,25 @@ int train_single(int argc, char** argv) {
           // Summed over the rows and divided by the rows of the WHOLE step: parts of any size then add up to the mean.
           loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
         }
-        loss.backward();  // outside of autocast: each operation remembers its dtype
         loss_sum += loss.detach();
+        run.inject_inf(step, loss);     // a planned fault; else nothing
+        scaler.scale(loss).backward();  // outside of autocast: each operation remembers its dtype
       }
 
-      run.gradients_ready(step, optimizer.parameters());
       const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
+      scaler.unscale(gradients, /*world=*/nullptr);  // fp16: before anybody looks at them; an overflow skips the step
+      run.gradients_ready(step, optimizer.parameters());
       const at::Tensor norm = gradient_norm(gradients);  // [], stays on the device: the host does not wait
       clip_gradients(gradients, norm, options.clip_norm);
-      optimizer.step(run.learning_rate(step));
+      optimizer.step(run.learning_rate(step), scaler.found_inf());
+      scaler.update();
 
-      run.after_step(step, loss_sum, norm);
-      run.save_if_due(step, optimizer);
+      run.after_step(step, loss_sum, norm, scaler);
+      run.save_if_due(step, optimizer, scaler);
     }
 
     // 7 ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────
-    run.save_final(optimizer);
+    run.save_final(optimizer, scaler);
     run.training_ended(optimizer.parameters());
   }
 

@@ -35,16 +35,35 @@ class Gpu(harness.TrainerTest):
 
     def test_single(self):
         for args in (["--precision", "fp32"], ["--precision", "fp64"], ["--precision", "bf16"], ["--precision", "tf32"],
-                     ["--model", "mlp"], ["--accumulate", "4"]):
+                     ["--precision", "fp16"], ["--model", "mlp"], ["--accumulate", "4"]):
             with self.subTest(args=args):
                 self.proved(harness.run("train_single", TINY + ["--steps", "5", "--verify"] + args))
 
     def test_ddp_ranks_share_one_gpu(self):
         for ranks in (1, 2, 4):
-            for precision in ("fp32", "fp64", "bf16"):
+            for precision in ("fp32", "fp64", "bf16", "fp16"):
                 with self.subTest(ranks=ranks, precision=precision):
                     self.proved(launch(ranks, "train_ddp", TINY + ["--steps", "4", "--batch-size", "4", "--verify",
                                                                    "--precision", precision]))
+
+    def test_all_precisions_compared(self):
+        result = harness.run("train_mixed_precision_single_gpu", TINY + ["--steps", "10", "--verify"])
+        self.check_code(result, 0)
+        self.assertEqual(result.out.count("VERIFIED"), 4)
+        self.assertNotIn("not run", result.out)
+        print(result.out[result.out.index("comparison"):])
+
+    def test_fp16_overflow_on_one_rank(self):
+        """Trials B13 to B15: every rank skips the same step, the scale halves on that very step, parameters stay equal."""
+        for ranks in (2, 4):
+            path = self.folder / "m.jsonl"
+            result = launch(ranks, "train_ddp", TINY + ["--steps", "5", "--batch-size", "2", "--precision", "fp16", "--init-scale",
+                                                        "1024", "--inject", "inf@1,3", "--metrics", path])
+            self.check_code(result, 0)
+            self.assertIn(f"equal on all {ranks} ranks", result.out)
+            steps, _ = harness.metrics(path)
+            self.assertEqual([s["skipped"] for s in steps], [False, False, True, False, False])
+            self.assertEqual([s["loss_scale"] for s in steps], [1024.0] * 3 + [512.0] * 2)
 
     def test_ddp_uneven_accumulated(self):
         self.proved(launch(3, "train_ddp", TINY + ["--steps", "3", "--global-batch-size", "10", "--accumulate", "2",
@@ -141,7 +160,7 @@ class Gpu(harness.TrainerTest):
 
 
 if __name__ == "__main__":
-    harness.require("train_single", "train_ddp")
+    harness.require("train_single", "train_ddp", "train_mixed_precision_single_gpu")
     if gpu_count() == 0:
         print("skipped: no GPU")
         sys.exit(harness.SKIPPED)

@@ -62,6 +62,8 @@ TrainingState some_training() {
   training.data = "repeat";
   training.precision = "bf16";
   training.bucket_order = {"head.bias", "head.weight"};
+  training.loss_scale = 4096.0;
+  training.good_steps = 17;
   capture_rng(training, at::kCPU);
   return training;
 }
@@ -101,6 +103,8 @@ TEST(Checkpoint, AResumedRunEqualsAnUninterruptedOne) {
   EXPECT_EQ(state.training.data, "repeat");
   EXPECT_EQ(state.training.precision, "bf16");
   EXPECT_EQ(state.training.bucket_order, training.bucket_order);
+  EXPECT_EQ(state.training.loss_scale, 4096.0);
+  EXPECT_EQ(state.training.good_steps, 17);
   EXPECT_TRUE(at::equal(state.training.rng_cpu, training.rng_cpu));
   EXPECT_FALSE(state.training.rng_cuda.defined());
 }
@@ -223,6 +227,9 @@ TEST(Checkpoint, ForeignAndDamagedContents) {
   EXPECT_TRUE(says(with_training("step", {std::string("1")}), "step is a text, not an integer"));
   EXPECT_TRUE(says(with_training("data", {std::string("other")}), "damaged: data is other"));
   EXPECT_TRUE(says(with_training("rng_cpu", {at::ones({3})}), "rng_cpu is no random state"));
+  EXPECT_TRUE(says(with_training("loss_scale", {0.0}), "loss_scale is 0"));
+  EXPECT_TRUE(says(with_training("loss_scale", {std::numeric_limits<double>::infinity()}), "loss_scale is inf"));
+  EXPECT_TRUE(says(with_training("good_steps", {int64_t{-1}}), "good_steps is -1"));
   PtValue root = full_state_value(good);
   entry(root, "format") = {std::string("multi-gpu-playground full state 2")};
   EXPECT_TRUE(says(complaint(root), "was written by another version"));

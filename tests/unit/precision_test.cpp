@@ -23,18 +23,18 @@ at::ScalarType matmul_dtype() {
 }
 
 TEST(Precision, NamesGoBothWays) {
-  for (const char* name : {"fp32", "tf32", "bf16", "fp64"}) EXPECT_EQ(to_string(parse_precision(name)), name);
+  for (const char* name : {"fp32", "tf32", "bf16", "fp16", "fp64"}) EXPECT_EQ(to_string(parse_precision(name)), name);
   try {
     parse_precision("fp8");
     FAIL();
   } catch (const UsageError& error) {
-    EXPECT_STREQ(error.what(), "--precision 'fp8' is unknown: use fp32, tf32, bf16 or fp64");
+    EXPECT_STREQ(error.what(), "--precision 'fp8' is unknown: use fp32, tf32, bf16, fp16 or fp64");
   }
 }
 
 TEST(Precision, StorageIsFp32ButInFp64) {
   EXPECT_EQ(storage_dtype(Precision::fp64), at::kDouble);
-  for (const Precision precision : {Precision::fp32, Precision::tf32, Precision::bf16}) {
+  for (const Precision precision : {Precision::fp32, Precision::tf32, Precision::bf16, Precision::fp16}) {
     EXPECT_EQ(storage_dtype(precision), at::kFloat);
   }
 }

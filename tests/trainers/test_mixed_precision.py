@@ -1,0 +1,93 @@
+"""Loss scaling and train_mixed_precision_single_gpu, on CPU ranks: the scale works in every precision, fp16 needs a GPU."""
+
+import re
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(__import__("pathlib").Path(__file__).resolve().parent.parent))
+import harness
+from harness import TINY
+
+MIXED = "train_mixed_precision_single_gpu"
+
+
+class LossScale(harness.TrainerTest):
+    def test_a_scale_changes_nothing(self):
+        """Powers of two are exact: with and without the scale all bits are the same, and the proof holds."""
+        hashes = []
+        for scaling in ("on", "off"):
+            result = harness.run("train_ddp", TINY + ["--steps", "3", "--precision", "fp64", "--verify", "--loss-scaling",
+                                                      scaling], 2)
+            self.check_code(result, 0)
+            hashes.append(re.search(r"hash (\w{16})", result.out).group(1))
+        self.assertEqual(hashes[0], hashes[1])
+
+    def test_an_overflow_on_one_rank_skips_the_step_on_all(self):
+        """Trials B13 and B14: one scale for all ranks, the same step skipped, the same parameters after it."""
+        for ranks in (2, 4):
+            path, saved = self.folder / "m.jsonl", self.folder / "s.pt"
+            result = harness.run("train_ddp", TINY + ["--steps", "5", "--batch-size", "2", "--loss-scaling", "on", "--inject",
+                                                      "inf@1,3", "--metrics", path, "--save", saved], ranks)
+            self.check_code(result, 0)
+            self.assertIn(f"equal on all {ranks} ranks", result.out)
+            self.assertIn("1 of 5 steps skipped: steps 3\n", result.out)
+            steps, (run,) = harness.metrics(path)
+            self.assertEqual([s["skipped"] for s in steps], [False, False, True, False, False])
+            self.assertEqual([s["loss_scale"] for s in steps], [65536.0] * 3 + [32768.0] * 2)
+            self.assertEqual((run["steps_skipped"], run["loss_scale_last"]), (1, 32768.0))
+            code = ("import sys, torch; s = torch.load(sys.argv[1], weights_only=True); "
+                    "print({float(t) for t in s['optimizer']['step'].values()}, s['training']['loss_scale'], "
+                    "s['training']['good_steps'])")
+            out = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, check=True).stdout
+            self.assertEqual(out.strip(), "{4.0} 32768.0 2")  # a skipped step does not count in AdamW
+
+    def test_resume_keeps_scale_and_schedule(self):
+        """Trial B18: scale, its count of good steps, and the warm-up of the learning rate go on, bit for bit."""
+        f = self.folder
+        args = TINY + ["--loss-scaling", "on", "--scale-growth-interval", "2", "--inject", "inf@0,2", "--lr-warmup-steps", "5",
+                       "--save"]
+        self.check_code(harness.run("train_single", args + [f / "straight.pt", "--steps", "6", "--metrics", f / "a.jsonl"]), 0)
+        self.check_code(harness.run("train_single", args + [f / "half.pt", "--steps", "3"]), 0)
+        self.check_code(harness.run("train_single", args + [f / "half.pt", "--steps", "6", "--resume"]), 0)
+        self.assertEqual((f / "straight.pt").read_bytes(), (f / "half.pt").read_bytes())
+        scales = [s["loss_scale"] for s in harness.metrics(f / "a.jsonl")[0]]
+        self.assertEqual(scales, [65536.0, 65536.0, 32768.0, 32768.0, 65536.0, 65536.0])
+
+    def test_wrong_use(self):
+        self.check_refused(harness.run("train_single", ["--precision", "fp16"]), "--precision fp16 needs a GPU")
+        self.check_refused(harness.run("train_single", ["--precision", "all"]), "--precision 'all' is unknown")
+        self.check_refused(harness.run("train_single", ["--init-scale", "0"]), "--init-scale is 0")
+        self.check_refused(harness.run("train_single", ["--scale-growth-interval", "0"]), "--scale-growth-interval is 0")
+        self.check_refused(harness.run("train_single", ["--loss-scaling", "maybe"]), "--loss-scaling is 'maybe'")
+
+
+class MixedPrecision(harness.TrainerTest):
+    def test_all_modes_of_a_cpu(self):
+        result = harness.run(MIXED, TINY + ["--steps", "4", "--verify"])
+        self.check_code(result, 0)
+        self.assertEqual(result.out.count("VERIFIED"), 2)
+        self.assertIn("tf32: not run, tf32 needs a GPU with tensor cores", result.out)
+        self.assertIn("fp16: not run, fp16 needs a GPU with tensor cores", result.out)
+        table = result.out[result.out.index("comparison, x: times that of fp32"):].splitlines()
+        fp32, bf16 = (line.split() for line in table if re.match(r"\s+(fp32|bf16)\b", line))
+        self.assertEqual((fp32[0], fp32[2], fp32[5], fp32[6]), ("fp32", "1.00", "0.00e+00", "0.00e+00"))
+        self.assertEqual(bf16[0], "bf16")
+        self.assertGreater(float(bf16[5]), 0.0)   # another arithmetic
+        self.assertLess(float(bf16[5]), 0.05)     # of the same training
+        self.assertLess(float(bf16[6]), 1.0)
+
+    def test_one_mode_equals_train_single(self):
+        """The same program: the same bits as train_single in each precision."""
+        for precision in ("fp32", "bf16"):
+            args = TINY + ["--steps", "3", "--precision", precision]
+            a, b = harness.run(MIXED, args), harness.run("train_single", args)
+            for result in (a, b):
+                self.check_code(result, 0)
+            self.assertEqual(*(re.search(r"hash (\w{16})", r.out).group(1) for r in (a, b)))
+            self.assertNotIn("comparison", a.out)
+
+
+if __name__ == "__main__":
+    harness.require("train_single", "train_ddp", MIXED, mpi=True)
+    unittest.main(verbosity=2)
