@@ -227,6 +227,9 @@ void Run::State::flush(int64_t step) {
     if (records()) {
       record.losses.push_back(n.loss);
       record.norms.push_back(n.grad_norm);
+      record.skipped.push_back(skipped);
+      if (scales_cpu.defined())
+        record.lowest_scale = record.losses.size() == 1 ? scale : std::min(record.lowest_scale, scale);
     }
     if (metrics) metrics->step(n);
   }

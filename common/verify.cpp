@@ -67,6 +67,17 @@ void expect_same_length(const TrainingRecord& a, const TrainingRecord& b) {
   }
 }
 
+bool was_skipped(const TrainingRecord& run, size_t step) { return !run.skipped.empty() && run.skipped[step]; }
+
+/// A step may be skipped only because a gradient was inf or NaN, and then it must be.
+void check_skipping(const TrainingRecord& run, Verdict& verdict) {
+  for (size_t i = 0; i < run.skipped.size(); ++i) {
+    if (run.skipped[i] == !std::isfinite(run.norms[i])) continue;
+    verdict.checks.push_back(
+        {fmt::format("skipping of recorded step {}, whose norm is {}", i + 1, run.norms[i]), 1.0, 0.0});
+  }
+}
+
 }  // namespace
 
 double relative_distance(const NamedTensors& a, const NamedTensors& b, const NamedTensors& initial) {
@@ -118,7 +129,8 @@ Verdict compare_exact(const TrainingRecord& run, const TrainingRecord& truth, Pr
   Verdict verdict;
   const NamedTensors gradients = split_qkv_bias(run.first_gradients), wanted = split_qkv_bias(truth.first_gradients);
   const double all = total(wanted, [&](size_t i) { return norm_of(wanted[i].second); });
-  for (size_t i = 0; i < wanted.size(); ++i) {
+  check_skipping(run, verdict);
+  for (size_t i = 0; i < wanted.size() && !was_skipped(run, 0); ++i) {
     // A gradient that is nearly zero is judged against the size of all gradients: its own size would be noise.
     const double scale = std::max(norm_of(wanted[i].second), 1e-4 * all);
     verdict.checks.push_back(
@@ -127,6 +139,7 @@ Verdict compare_exact(const TrainingRecord& run, const TrainingRecord& truth, Pr
   for (size_t i = 0; i < truth.losses.size(); ++i) {
     verdict.checks.push_back(
         {fmt::format("loss of recorded step {}", i + 1), relative(run.losses[i], truth.losses[i]), loss_limit});
+    if (was_skipped(run, i)) continue;  // there is no gradient to compare
     verdict.checks.push_back(
         {fmt::format("norm of recorded step {}", i + 1), relative(run.norms[i], truth.norms[i]), norm_limit});
   }
@@ -151,20 +164,17 @@ Verdict compare_low(const TrainingRecord& run, const TrainingRecord& low, const 
   const NamedTensors mine = split_qkv_bias(run.first_gradients), one = split_qkv_bias(low.first_gradients),
                      truth = split_qkv_bias(fp32.first_gradients);
   const double all = total(truth, [&](size_t i) { return norm_of(truth[i].second); });
-  const bool overflowed = !std::isfinite(low.norms.front());
-  for (size_t i = 0; i < truth.size() && !overflowed; ++i) {
+  for (size_t i = 0; i < truth.size() && !was_skipped(run, 0); ++i) {
     const double scale = std::max(norm_of(truth[i].second), 1e-4 * all);
     verdict.checks.push_back(check("gradient of " + truth[i].first, distance(mine[i].second, truth[i].second) / scale,
                                    distance(one[i].second, truth[i].second) / scale, 5e-5));
   }
+  check_skipping(run, verdict);
   // Losses and norms are single numbers, whose distances can be small by luck: the largest over the steps is compared.
   double loss = 0, loss_one = 0, norms = 0, norms_one = 0;
   for (size_t i = 0; i < fp32.losses.size(); ++i) {
-    if (!std::isfinite(low.norms[i])) {  // fp16 overflowed and the step was skipped: then it must be in both
-      verdict.checks.push_back({fmt::format("skipped step {} of one device, taken here", i + 1),
-                                std::isfinite(run.norms[i]) ? 1.0 : 0.0, 0.5});
-      continue;
-    }
+    // fp16 overflowed: there is no gradient to compare, and the one-device runs left the step out as well.
+    if (was_skipped(run, i)) continue;
     const auto grow = [](double& worst, double value) { worst = std::isnan(value) ? NAN : std::max(worst, value); };
     grow(loss, relative(run.losses[i], fp32.losses[i]));
     grow(loss_one, relative(low.losses[i], fp32.losses[i]));

@@ -17,6 +17,8 @@ namespace mgp {
 struct TrainingRecord {
   std::vector<double> losses;       ///< of each step, mean over the rows of the global batch
   std::vector<double> norms;        ///< of each step, gradient norm before clipping
+  std::vector<bool> skipped;        ///< of each step: the loss scale found an overflow
+  double lowest_scale = 1;          ///< loss scale, lowest of all steps; 1 without one
   NamedTensors first_gradients;     ///< of the first step, after the exchange, before clipping
   NamedTensors initial_parameters;  ///< before the first step
   NamedTensors final_parameters;

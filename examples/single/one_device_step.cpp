@@ -10,18 +10,21 @@
 #include "common/precision.hpp"
 
 namespace mgp {
-TrainingRecord train_on_one_device(const Options& options, at::Device device, Precision precision, int64_t last_step) {
+TrainingRecord train_on_one_device(const Options& options, at::Device device, Precision precision,
+                                   const TrainingRecord& run) {
   apply_precision(precision);
   const SyntheticTokens data(options.model, options.seed, options.global_batch_size, options.data_mode(), device);
   Model model = make_model(options.model, options.seed, device, storage_dtype(precision));
   AdamW optimizer(named_parameters(*model), options.adamw);
-  // The fp32 run beside a low-precision one is the truth that both are measured against: it needs no scale.
-  LossScaler scaler(options.loss_scaling == "on" && precision == options.precision, options.scaler, device);
+  // Whether a step overflows under a large scale hangs on the last bit of a sum. So this run takes a scale that was safe,
+  // and leaves out the steps that the other run had to leave out. fp32 beside a low precision is the truth that both are
+  // measured against: it needs no scale.
+  const bool scaled = options.loss_scaling == "on" && precision == options.precision;
+  LossScaler scaler(scaled, {run.lowest_scale / 4, options.scaler.growth_interval}, device);
   int64_t first_step = 1;
   if (!options.load.empty()) {
     const FullState file = load_full_state(options.load);
     restore(file, optimizer);
-    if (file.training.loss_scale != 1.0) scaler.restore(file.training.loss_scale, file.training.good_steps);
     first_step = file.training.step + 1;
   }
 
@@ -31,7 +34,7 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
   const int64_t micro_rows = std::max<int64_t>(1, options.batch_size / options.accumulate / 2);
   const int64_t micro_count = (options.global_batch_size + micro_rows - 1) / micro_rows;
 
-  for (int64_t step = first_step; step <= last_step; ++step) {
+  for (int64_t step = first_step; step < first_step + static_cast<int64_t>(run.losses.size()); ++step) {
     optimizer.zero_grad();
     at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
     for (int64_t micro = 0; micro < micro_count; ++micro) {
@@ -56,8 +59,7 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
     }
     const at::Tensor norm = gradient_norm(gradients);
     clip_gradients(gradients, norm, options.clip_norm);
-    optimizer.step(options.lr.at(step), scaler.found_inf());
-    scaler.update();
+    if (!run.skipped[static_cast<size_t>(step - first_step)]) optimizer.step(options.lr.at(step), scaler.found_inf());
     record.losses.push_back(loss_sum.item<double>());
     record.norms.push_back(norm.item<double>());
   }
@@ -66,13 +68,11 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
 }
 
 Verdict compare_with_one_device(const Options& options, const TrainingRecord& run, at::Device device) {
-  const int64_t first_step = options.load.empty() ? 1 : load_full_state(options.load).training.step + 1;
-  const int64_t last_step = first_step + static_cast<int64_t>(run.losses.size()) - 1;
-  const TrainingRecord same = train_on_one_device(options, device, options.precision, last_step);
+  const TrainingRecord same = train_on_one_device(options, device, options.precision, run);
   if (options.precision == Precision::fp32 || options.precision == Precision::fp64) {
     return compare_exact(run, same, options.precision);
   }
-  const TrainingRecord fp32 = train_on_one_device(options, device, Precision::fp32, last_step);
+  const TrainingRecord fp32 = train_on_one_device(options, device, Precision::fp32, run);
   return compare_low(run, same, fp32);
 }
 

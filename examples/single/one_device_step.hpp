@@ -9,11 +9,12 @@
 
 namespace mgp {
 
-/// Trains steps first..last on one device and returns what --verify compares. Starts from --load's file when it is set,
-/// else from the initial values of the seed.
-TrainingRecord train_on_one_device(const Options& options, at::Device device, Precision precision, int64_t last_step);
+/// Trains as many steps as `run` on one device and returns what --verify compares. Starts from --load's file when it is
+/// set, else from the initial values of the seed. Steps that the loss scale of `run` skipped are left out.
+TrainingRecord train_on_one_device(const Options& options, at::Device device, Precision precision,
+                                   const TrainingRecord& run);
 
-/// The whole proof for a run (see verify.hpp): fp32 and fp64 against the same precision on one device, bf16 and tf32 by
+/// The whole proof for a run (see verify.hpp): fp32 and fp64 against the same precision on one device, the others by
 /// their distance to fp32. Call on one rank, with the run's own model freed.
 Verdict compare_with_one_device(const Options& options, const TrainingRecord& run, at::Device device);
 

@@ -42,6 +42,12 @@ class LossScale(harness.TrainerTest):
             out = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, check=True).stdout
             self.assertEqual(out.strip(), "{4.0} 32768.0 2")  # a skipped step does not count in AdamW
 
+    def test_the_proof_leaves_skipped_steps_out(self):
+        result = harness.run("train_ddp", TINY + ["--steps", "5", "--batch-size", "2", "--loss-scaling", "on", "--inject",
+                                                  "inf@1,3", "--precision", "fp64", "--verify"], 2)
+        self.check_code(result, 0)
+        self.assertIn("VERIFIED", result.out)
+
     def test_resume_keeps_scale_and_schedule(self):
         """Trial B18: scale, its count of good steps, and the warm-up of the learning rate go on, bit for bit."""
         f = self.folder

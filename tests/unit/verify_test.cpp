@@ -87,5 +87,20 @@ TEST(Verify, AnEmptyVerdictDoesNotPass) {
   EXPECT_THROW(compare_exact(fewer, record(), Precision::fp32), std::exception);
 }
 
+TEST(Verify, ASkippedStepIsJudgedByItsNorm) {
+  TrainingRecord run = record();
+  run.skipped = {false, true};
+  run.norms = {1.5, INFINITY};
+  EXPECT_TRUE(compare_exact(run, record(), Precision::fp32).passed());
+  EXPECT_TRUE(compare_low(run, record(), record()).passed());
+  run.norms[1] = 1.4;  // skipped without a reason
+  EXPECT_FALSE(compare_exact(run, record(), Precision::fp32).passed());
+  EXPECT_FALSE(compare_low(run, record(), record()).passed());
+  run.skipped = {false, false};
+  run.norms[1] = NAN;  // not skipped, though it had to be
+  EXPECT_FALSE(compare_exact(run, record(), Precision::fp32).passed());
+  EXPECT_FALSE(compare_low(run, record(), record()).passed());
+}
+
 }  // namespace
 }  // namespace mgp
