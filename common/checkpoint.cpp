@@ -202,7 +202,7 @@ PtValue full_state_value(const FullState& state) {
 
 void save_full_state(const std::string& path, const ModelConfig& config, const AdamW& optimizer,
                      const TrainingState& training) {
-  write_pt(path, full_state_value({config, optimizer.parameters(), optimizer.exp_avg(), optimizer.exp_avg_sq(),
+  write_pt(path, full_state_value({config, optimizer.masters(), optimizer.exp_avg(), optimizer.exp_avg_sq(),
                                    optimizer.steps(), training}));
 }
 
@@ -282,7 +282,7 @@ void restore(const FullState& state, AdamW& optimizer) {
       copies.emplace_back(tensor, value->second);
     }
   };
-  plan(optimizer.parameters(), state.model);
+  plan(optimizer.masters(), state.model);
   if (!state.exp_avg.empty()) {
     plan(optimizer.exp_avg(), state.exp_avg);
     plan(optimizer.exp_avg_sq(), state.exp_avg_sq);
@@ -290,6 +290,7 @@ void restore(const FullState& state, AdamW& optimizer) {
   }
   const at::NoGradGuard no_grad;
   for (auto& [to, from] : copies) to.copy_(from);
+  optimizer.publish_masters();
 }
 
 void capture_rng(TrainingState& training, at::Device device) {

@@ -202,6 +202,20 @@ NamedTensors named_parameters(ModelImpl& model) {
   return parameters;
 }
 
+NamedTensors lower_weights(ModelImpl& model, at::ScalarType dtype) {
+  const at::NoGradGuard no_grad;
+  NamedTensors masters;
+  for (auto& [name, parameter] : named_parameters(model)) {
+    if (parameter.scalar_type() == dtype) {
+      masters.emplace_back(name, parameter);
+      continue;
+    }
+    masters.emplace_back(name, parameter.detach());    // keeps the memory that the parameter had
+    parameter.set_data(parameter.detach().to(dtype));  // the module's tensor, with new memory behind it
+  }
+  return masters;
+}
+
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels) {
   // Under autocast the logits are bf16; a softmax in bf16 would round the loss to two or three digits.
   const at::Tensor wide = logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat);  // [B, classes]

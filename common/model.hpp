@@ -36,6 +36,10 @@ at::Tensor initial_value(const ParameterShape& parameter, uint64_t seed, int64_t
 /// Parameters (trainable) in registration order; the tensors are the live ones, not copies.
 NamedTensors named_parameters(ModelImpl& model);
 
+/// --weights low: the model's own tensors become `dtype` (rounded), and the values that they had are returned as fp32
+/// masters for the optimizer. Where the dtype is the same already the returned tensors are the parameters themselves.
+NamedTensors lower_weights(ModelImpl& model, at::ScalarType dtype);
+
 /// Cross entropy summed over the rows, [] fp32 (fp64 in fp64): divide by the rows of the GLOBAL batch, then sum over
 /// microbatches and ranks. That stays right for uneven cuts, where a mean of means is not. 0 rows give 0 with a graph:
 /// their backward leaves zeros in every parameter's gradient.

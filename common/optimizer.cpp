@@ -6,19 +6,29 @@
 #include <cmath>
 
 #include "common/model_config.hpp"
+#include "common/precision.hpp"
 
 namespace mgp {
 
-AdamW::AdamW(const NamedTensors& parameters, const AdamWOptions& options) : parameters_(parameters), options_(options) {
-  Group decayed{options.weight_decay, {}, {}, {}, {}};
-  Group plain{0.0, {}, {}, {}, {}};
-  for (const auto& [name, parameter] : parameters_) {
-    exp_avg_.push_back(at::zeros_like(parameter));
-    exp_avg_sq_.push_back(at::zeros_like(parameter));
+AdamW::AdamW(const NamedTensors& parameters, const AdamWOptions& options) : AdamW(parameters, parameters, options) {}
+
+AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const AdamWOptions& options)
+    : parameters_(parameters),
+      masters_(masters),
+      has_masters_(!masters.empty() && !masters.front().second.is_same(parameters.front().second)),
+      options_(options) {
+  Group decayed{options.weight_decay, {}, {}, {}, {}, {}};
+  Group plain{0.0, {}, {}, {}, {}, {}};
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& [name, parameter] = parameters_[i];
+    const at::Tensor& master = masters_[i].second;
+    exp_avg_.push_back(at::zeros_like(master));
+    exp_avg_sq_.push_back(at::zeros_like(master));
     // One count for each parameter, on its device: the fused kernel reads it there, so the host never has to know it.
     steps_.push_back(at::zeros({}, parameter.options().dtype(at::kFloat).requires_grad(false)));
     Group& group = has_weight_decay(name, parameter.dim()) ? decayed : plain;
     group.parameters.push_back(parameter);
+    group.masters.push_back(master);
     group.exp_avg.push_back(exp_avg_.back());
     group.exp_avg_sq.push_back(exp_avg_sq_.back());
     group.steps.push_back(steps_.back());
@@ -33,12 +43,12 @@ void AdamW::step(double lr, const at::Tensor& found_inf) {
   for (Group& group : groups_) {
     std::vector<at::Tensor> gradients;
     gradients.reserve(group.parameters.size());
-    for (const at::Tensor& parameter : group.parameters) {
-      const at::Tensor& gradient = parameter.grad();
-      gradients.push_back(gradient.defined() ? gradient : at::zeros_like(parameter));
+    for (size_t i = 0; i < group.parameters.size(); ++i) {
+      const at::Tensor& gradient = group.parameters[i].grad();
+      gradients.push_back(gradient.defined() ? gradient : at::zeros_like(group.masters[i]));
     }
     at::_foreach_add_(group.steps, 1);  // the kernel reads the count of the step it makes
-    at::_fused_adamw_(group.parameters, gradients, group.exp_avg, group.exp_avg_sq, /*max_exp_avg_sqs=*/{}, group.steps,
+    at::_fused_adamw_(group.masters, gradients, group.exp_avg, group.exp_avg_sq, /*max_exp_avg_sqs=*/{}, group.steps,
                       lr, options_.beta1, options_.beta2, group.weight_decay, options_.eps, /*amsgrad=*/false,
                       /*maximize=*/false, /*grad_scale=*/{},
                       found_inf.defined() ? std::optional<at::Tensor>(found_inf) : std::nullopt);
@@ -47,6 +57,13 @@ void AdamW::step(double lr, const at::Tensor& found_inf) {
       at::_foreach_sub_(group.steps, std::vector<at::Tensor>(group.steps.size(), found_inf));
     }
   }
+  publish_masters();
+}
+
+void AdamW::publish_masters() {
+  if (!has_masters_) return;
+  const at::NoGradGuard no_grad;
+  for (Group& group : groups_) at::_foreach_copy_(group.parameters, group.masters);
 }
 
 void AdamW::zero_grad() {
@@ -92,11 +109,34 @@ void add_norms_of_pieces(const at::Tensor& gradient, at::ScalarType dtype, std::
 
 }  // namespace
 
+void widen_gradients(const NamedTensors& parameters) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> low, wide;
+  int64_t bytes = 0;
+  const auto convert = [&] {
+    if (!low.empty()) at::_foreach_copy_(wide, low);
+    low.clear();
+    wide.clear();
+    bytes = 0;
+  };
+  for (const auto& [name, parameter] : parameters) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined() || gradient.scalar_type() == sum_dtype(gradient.scalar_type())) continue;
+    low.push_back(gradient);
+    wide.push_back(at::empty_like(gradient, gradient.options().dtype(sum_dtype(gradient.scalar_type()))));
+    gradient = wide.back();
+    bytes += static_cast<int64_t>(low.back().nbytes());
+    // A few kernels instead of one: both copies of all gradients would stand in memory at the same time otherwise.
+    if (bytes > (int64_t{32} << 20)) convert();
+  }
+  convert();
+}
+
 at::Tensor gradient_norm(const std::vector<at::Tensor>& gradients) {
   if (gradients.empty()) return at::zeros({}, at::kFloat);
   const at::NoGradGuard no_grad;
   // bf16 gradients are squared and summed in fp32: bf16 has 8 bits, and adding to a sum 256 times larger does nothing.
-  const auto dtype = gradients.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = sum_dtype(gradients.front().scalar_type());
   if (gradients.front().is_cpu()) {
     std::vector<at::Tensor> norms;  // of pieces, [k] each
     for (const at::Tensor& gradient : gradients) add_norms_of_pieces(gradient, dtype, norms);

@@ -21,6 +21,11 @@ class AdamW {
  public:
   AdamW(const NamedTensors& parameters, const AdamWOptions& options);
 
+  /// With fp32 masters (lower_weights in model.hpp): steps are made on `masters`, and `parameters`, which the model
+  /// computes with, get their rounded values after each step. A bf16 weight has 8 bits of mantissa: an update smaller
+  /// than 1/256 of it would be lost. Gradients must be in the masters' dtype (widen_gradients, or DDP's buckets).
+  AdamW(const NamedTensors& parameters, const NamedTensors& masters, const AdamWOptions& options);
+
   /// One step with learning rate `lr`, from the gradients in `.grad()`. A parameter without a gradient is stepped with
   /// zeros, so that all trainers agree on what an unused parameter means. `found_inf` (LossScaler; may be undefined): if
   /// it holds 1 on the device nothing changes, step counts included, and the host never knows.
@@ -31,6 +36,11 @@ class AdamW {
 
   const NamedTensors& parameters() const { return parameters_; }
 
+  /// What is trained, saved and compared: the fp32 masters, or the parameters themselves where there are none.
+  const NamedTensors& masters() const { return masters_; }
+  /// Rounds the masters into the model's weights; nothing where they are the same tensors.
+  void publish_masters();
+
   /// First and second moments, and step counts (fp32, 0-dim), by parameter name in registration order. Live tensors:
   /// a checkpoint is loaded by copying into them.
   NamedTensors exp_avg() const;
@@ -40,9 +50,10 @@ class AdamW {
  private:
   struct Group {
     double weight_decay;
-    std::vector<at::Tensor> parameters, exp_avg, exp_avg_sq, steps;
+    std::vector<at::Tensor> parameters, masters, exp_avg, exp_avg_sq, steps;
   };
-  NamedTensors parameters_;
+  NamedTensors parameters_, masters_;
+  bool has_masters_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_, steps_;  // in registration order
   std::vector<Group> groups_;                             // the same tensors, by weight decay
   AdamWOptions options_;
@@ -66,6 +77,10 @@ at::Tensor gradient_norm(const std::vector<at::Tensor>& gradients);
 /// Scales the gradients in place by min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does; the
 /// factor stays on the device, so the host never waits. clip_norm <= 0 leaves them alone.
 void clip_gradients(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, double clip_norm);
+
+/// --weights low: replaces bf16 and fp16 gradients by fp32 ones. Sums over microbatches, unscaling (fp16 would lose what the
+/// loss scale saved), norm and optimizer work in fp32 then. Does nothing for fp32 and fp64. Call after each backward.
+void widen_gradients(const NamedTensors& parameters);
 
 /// The defined gradients of `parameters`, in order.
 std::vector<at::Tensor> gradients_of(const NamedTensors& parameters);

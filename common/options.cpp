@@ -60,6 +60,9 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_option("--warmup-steps", o.warmup_steps, "steps left out of the timings (5)")->group(more);
   app.add_option("--log-every", o.log_every, "print a progress line every N steps (10); only then the host waits")
       ->group(more);
+  app.add_option("--weights", o.weights,
+                 "with bf16 and fp16: autocast (fp32 weights) or low (fp32 masters in the optimizer)")
+      ->group(more);
   app.add_option("--loss-scaling", o.loss_scaling, "dynamic loss scale: auto (on with fp16), on or off")->group(more);
   app.add_option("--init-scale", o.scaler.initial_scale, "loss scale of the first step (65536)")->group(more);
   app.add_option("--scale-growth-interval", o.scaler.growth_interval, "good steps after which it doubles (2000)")
@@ -186,6 +189,7 @@ void check_values(const Options& o) {
   if (!o.preset.empty()) one_of("--preset", o.preset, {"tiny", "small", "base"});
   one_of("--model", o.model_kind, {"classifier", "mlp"});
   one_of("--data", o.data, {"fresh", "repeat"});
+  one_of("--weights", o.weights, {"autocast", "low"});
   one_of("--loss-scaling", o.loss_scaling, {"auto", "on", "off"});
   at_least<int64_t>("--scale-growth-interval", o.scaler.growth_interval, 1);
   if (!(o.scaler.initial_scale > 0.0 && o.scaler.initial_scale <= 0x1p100)) {

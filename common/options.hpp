@@ -66,6 +66,7 @@ struct Options {
   bool cuda = false;  ///< after settle(): the ranks run on GPUs
   Precision precision = Precision::fp32;
   bool all_precisions = false;        ///< --precision all: `precision` is only the first
+  std::string weights = "autocast";   ///< autocast: fp32 weights, cast where they are used; low: see low_weights()
   std::string loss_scaling = "auto";  ///< after settle(): on or off
   LossScaleOptions scaler;
   bool deterministic = false;
@@ -88,6 +89,11 @@ struct Options {
   bool environment = false;
 
   SyntheticTokens::Mode data_mode() const;
+  /// --weights low: the model holds its weights in the precision of the arithmetic, the optimizer fp32 masters.
+  bool low_weights() const { return weights == "low"; }
+  at::ScalarType weight_dtype() const { return low_weights() ? compute_dtype(precision) : storage_dtype(precision); }
+  /// What autocast has to do: nothing when the weights are in the low precision themselves.
+  Precision autocast() const { return low_weights() ? Precision::fp32 : precision; }
   CommOptions comm() const { return {std::chrono::seconds(comm_timeout), debug}; }
 };
 

@@ -40,6 +40,9 @@ void settle(Options& options, const Launch& launch) {
     refuse(fmt::format("--precision {} needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU",
                        to_string(options.precision)));
   }
+  if (options.low_weights() && !uses_autocast(options.precision) && !options.all_precisions) {
+    refuse(fmt::format("--weights low goes with --precision bf16 or fp16, not {}", to_string(options.precision)));
+  }
   if (options.loss_scaling == "auto") options.loss_scaling = options.precision == Precision::fp16 ? "on" : "off";
 
   const ModelConfig given = options.model;
@@ -96,7 +99,9 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
                             o.world == 1 ? "" : "s", o.batch_size,
                             o.global_batch_size % o.world != 0 ? " or one less" : "", with_commas(tokens))},
       {"accumulate", fmt::format("{} backward pass{} a step", o.accumulate, o.accumulate == 1 ? "" : "es")},
-      {"precision", to_string(o.precision) + (uses_autocast(o.precision) ? " autocast, fp32 weights" : "")},
+      {"precision", to_string(o.precision) + (o.low_weights()              ? " weights, fp32 masters in the optimizer"
+                                              : uses_autocast(o.precision) ? " autocast, fp32 weights"
+                                                                           : "")},
       {"loss scale", o.loss_scaling == "on" ? fmt::format("dynamic, from {}, doubled after {} good steps",
                                                           o.scaler.initial_scale, o.scaler.growth_interval)
                                             : "none"},

@@ -47,6 +47,10 @@ at::ScalarType compute_dtype(Precision precision) {
   return precision == Precision::fp16 ? at::kHalf : storage_dtype(precision);
 }
 
+at::ScalarType sum_dtype(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
+}
+
 at::ScalarType storage_dtype(Precision precision) {
   // bf16 and fp16 keep fp32 weights: an AdamW update is far smaller than the spacing of bf16 numbers around a weight.
   return precision == Precision::fp64 ? at::kDouble : at::kFloat;

@@ -24,7 +24,10 @@ bool uses_autocast(Precision precision);
 /// dtype of matmuls and attention.
 at::ScalarType compute_dtype(Precision precision);
 
-/// dtype in which parameters, gradients and moments are stored.
+/// dtype in which sums over many numbers of `dtype` are taken: fp32 for bf16 and fp16, else the same.
+at::ScalarType sum_dtype(at::ScalarType dtype);
+
+/// dtype in which parameters (with --weights low: their masters), gradients and moments are stored.
 at::ScalarType storage_dtype(Precision precision);
 
 /// Why `device` cannot compute in `precision`: one sentence, empty if it can. tf32 and bf16 need compute capability 8.0;

@@ -26,17 +26,24 @@ int64_t cast_weights(const ModelConfig& config, Precision precision) {
   return 2 * elements;
 }
 
+/// Bytes of one element of the residual stream: under autocast it keeps the storage dtype, low weights make it low too.
+int64_t stream_bytes(Precision precision, bool low_weights) {
+  return low_weights ? compute_bytes(precision) : bytes_of(storage_dtype(precision));
+}
+
 /// What backward holds on top of the saved activations when it is in the MLP of the last layer: the gradient of the
 /// residual stream (C) and of GELU's output (F).
-int64_t backward_temporaries(const ModelConfig& config, Precision precision, int64_t rows) {
+int64_t backward_temporaries(const ModelConfig& config, Precision precision, bool low_weights, int64_t rows) {
   const int64_t tokens = rows * config.seq_len;
-  return tokens * config.dim * bytes_of(storage_dtype(precision)) + tokens * config.mlp_dim * compute_bytes(precision);
+  return tokens * config.dim * stream_bytes(precision, low_weights) +
+         tokens * config.mlp_dim * compute_bytes(precision);
 }
 
 }  // namespace
 
-int64_t activation_bytes(const ModelConfig& m, Precision precision, bool math_attention, int64_t rows) {
-  const int64_t s = bytes_of(storage_dtype(precision));        // residual stream and norms
+int64_t activation_bytes(const ModelConfig& m, Precision precision, bool math_attention, int64_t rows,
+                         bool low_weights) {
+  const int64_t s = stream_bytes(precision, low_weights);      // residual stream and norms
   const int64_t h = compute_bytes(precision);                  // matmuls, attention, GELU
   const int64_t tokens = rows * m.seq_len;                     // B*T
   const int64_t stats = 2 * tokens * std::max<int64_t>(s, 4);  // mean and 1/std of one LayerNorm
@@ -61,7 +68,7 @@ int64_t activation_bytes(const ModelConfig& m, Precision precision, bool math_at
   if (m.dropout > 0) layer += tokens * ((m.kind == ModelKind::classifier ? 2 : 1) * m.dim + m.mlp_dim);
 
   // The last residual stream, kept by the final norm, and the tokens themselves.
-  return m.layers * layer + tokens * m.dim * s + stats + tokens * 8 + cast_weights(m, precision);
+  return m.layers * layer + tokens * m.dim * s + stats + tokens * 8 + (low_weights ? 0 : cast_weights(m, precision));
 }
 
 MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) {
@@ -72,7 +79,7 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
   const bool math_attention = o.deterministic || o.precision == Precision::fp64 || !o.cuda;
 
   MemoryPrediction memory;
-  memory.parameters = parameters;
+  memory.parameters = parameters + (o.low_weights() ? parameter_count(o.model) * compute_bytes(o.precision) : 0);
   memory.optimizer = 2 * parameters + 4 * static_cast<int64_t>(parameter_shapes(o.model).size());
   // LibTorch gives each cuBLAS handle 32 MiB on Hopper (8 MiB on older GPUs). There are two: autograd runs backward on a
   // thread of its own, and handles belong to threads.
@@ -81,13 +88,15 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
 
   // Two moments can be the peak. Start of backward: all activations, and no gradients yet (unless an earlier pass of the
   // same step left them). End of backward: all gradients, no activations.
-  const int64_t kept = activation_bytes(o.model, o.precision, math_attention, rows);
-  const int64_t at_start = kept + backward_temporaries(o.model, o.precision, rows);
+  const int64_t kept = activation_bytes(o.model, o.precision, math_attention, rows, o.low_weights());
+  const int64_t at_start = kept + backward_temporaries(o.model, o.precision, o.low_weights(), rows);
   const int64_t gradients_at_start = pattern.gradients_in_buckets || o.accumulate == 1 ? 0 : parameters;
   // With buckets, fresh gradients wait outside until their bucket is full; the last is the embedding's.
-  const int64_t embedding = o.model.vocab_size * o.model.dim * s;
+  const int64_t stream = stream_bytes(o.precision, o.low_weights());
+  const int64_t embedding = o.model.vocab_size * o.model.dim * stream;
   const int64_t gradients_at_end = pattern.gradients_in_buckets ? embedding : parameters;
-  const int64_t at_end = 2 * rows * o.model.seq_len * o.model.dim * s + cast_weights(o.model, o.precision);
+  const int64_t at_end =
+      2 * rows * o.model.seq_len * o.model.dim * stream + (o.low_weights() ? 0 : cast_weights(o.model, o.precision));
 
   const bool start_is_peak = at_start + gradients_at_start >= at_end + gradients_at_end;
   memory.activations = start_is_peak ? at_start : at_end;

@@ -12,7 +12,7 @@ namespace mgp {
 
 /// Bytes on one rank's device. `peak()` is what the allocator's peak should read.
 struct MemoryPrediction {
-  int64_t parameters = 0;
+  int64_t parameters = 0;             ///< with --weights low: low-precision weights and fp32 masters
   int64_t optimizer = 0;              ///< AdamW's two moments and step counts
   int64_t communication_buffers = 0;  ///< DDP: the buckets, in which the gradients live
   int64_t gradients = 0;              ///< those outside of buckets, at the moment of the peak
@@ -28,7 +28,8 @@ struct MemoryPattern {
 
 /// Activations that forward keeps for backward, for `rows` rows, in bytes. Counted tensor by tensor in predict.cpp
 /// (compare Korthikanti et al., arXiv 2205.05198, section 4).
-int64_t activation_bytes(const ModelConfig& config, Precision precision, bool math_attention, int64_t rows);
+int64_t activation_bytes(const ModelConfig& config, Precision precision, bool math_attention, int64_t rows,
+                         bool low_weights = false);
 
 MemoryPrediction predict_memory(const Options& options, const MemoryPattern& pattern);
 

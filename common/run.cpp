@@ -111,7 +111,7 @@ std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
     }
     say(s.launch, fmt::format("loaded {} at step {}\n", s.options.load, file.training.step));
   }
-  if (s.records()) s.record.initial_parameters = copies_on_cpu(optimizer.parameters());
+  if (s.records()) s.record.initial_parameters = copies_on_cpu(optimizer.masters());
   s.step_began = Moment::record(s.device);
   return s.loaded.bucket_order;
 }

@@ -22,9 +22,14 @@ int64_t bucket_limit(double bucket_mb) { return static_cast<int64_t>(bucket_mb *
 /// allow it. What is left over stays zero and takes part in the sums: at most 127 bytes a parameter.
 int64_t slot_bytes(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
+/// Bytes of a parameter's slot. bf16 and fp16 gradients are summed in fp32, so they stand in the bucket as fp32.
+int64_t slot_of(const at::Tensor& parameter) {
+  return slot_bytes(parameter.numel() * static_cast<int64_t>(c10::elementSize(sum_dtype(parameter.scalar_type()))));
+}
+
 std::vector<int64_t> slots_in_order(const NamedTensors& parameters, const std::vector<size_t>& order) {
   std::vector<int64_t> bytes;
-  for (const size_t index : order) bytes.push_back(slot_bytes(static_cast<int64_t>(parameters[index].second.nbytes())));
+  for (const size_t index : order) bytes.push_back(slot_of(parameters[index].second));
   return bytes;
 }
 
@@ -98,15 +103,17 @@ class GradientReducer::Hook : public torch::autograd::PostAccumulateGradHook {
 GradientReducer::GradientReducer(const NamedTensors& parameters, Communicator& world, double bucket_mb,
                                  const std::vector<std::string>& order)
     : parameters_(parameters), world_(world), bucket_bytes_(bucket_limit(bucket_mb)) {
+  const at::ScalarType dtype = sum_dtype(parameters_.front().second.scalar_type());
+  const auto element_size = static_cast<int64_t>(c10::elementSize(dtype));
   int64_t elements = 0;
   for (const auto& [name, parameter] : parameters_) {
     if (parameter.scalar_type() != parameters_.front().second.scalar_type()) {
       throw RunError(fmt::format("GradientReducer: '{}' has another dtype than '{}'; a bucket holds one dtype", name,
                                  parameters_.front().first));
     }
-    elements += slot_bytes(static_cast<int64_t>(parameter.nbytes())) / static_cast<int64_t>(parameter.element_size());
+    elements += slot_of(parameter) / element_size;
   }
-  storage_ = at::zeros({elements}, parameters_.front().second.options().requires_grad(false));
+  storage_ = at::zeros({elements}, parameters_.front().second.options().dtype(dtype).requires_grad(false));
 
   // Before the first backward nobody knows the order in which gradients come: the layers used last are registered last,
   // so the order of registration turned round is a good guess.
@@ -154,7 +161,7 @@ void GradientReducer::make_buckets() {
       bucket.parameters.push_back(index);
       bucket.views.push_back(storage_.narrow(0, offset, parameter.numel()).view(parameter.sizes()));
       bucket_of_[index] = buckets_.size();
-      offset += slot_bytes(static_cast<int64_t>(parameter.nbytes())) / static_cast<int64_t>(parameter.element_size());
+      offset += slot_of(parameter) / static_cast<int64_t>(storage_.element_size());
     }
     bucket.flat = storage_.narrow(0, begin, offset - begin);
     buckets_.push_back(std::move(bucket));

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "common/precision.hpp"
+
 namespace mgp {
 
 void reduce_gradients_one_by_one(const NamedTensors& parameters, Communicator& world, StepTimes& times) {
@@ -11,6 +13,7 @@ void reduce_gradients_one_by_one(const NamedTensors& parameters, Communicator& w
   for (const auto& [name, parameter] : parameters) {
     at::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined()) gradient = at::zeros_like(parameter);  // unused here, perhaps used on another rank
+    gradient = gradient.to(sum_dtype(gradient.scalar_type()));  // --weights low: summed in fp32; else the same tensor
     Work work = world.all_reduce(gradient, ReduceOp::sum, {name});
     work.wait();  // at once: the next all-reduce does not start before this one has ended
     if (first) times.first_call_began = work.began();

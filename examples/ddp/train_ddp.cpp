@@ -84,18 +84,20 @@ int train_ddp(int argc, char** argv) {
 
     // 4 ── model, and how it is made parallel ─────────────────────────────────────────────────────────────────────────
     Model model = make_model(options.model, options.seed, device, storage_dtype(options.precision));
+    const NamedTensors masters = lower_weights(*model, options.weight_dtype());  // --weights low; else the parameters
     run.measure_memory("parameters");
 
     // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
-    AdamW optimizer(named_parameters(*model), options.adamw);
+    AdamW optimizer(named_parameters(*model), masters, options.adamw);
     run.measure_memory("optimizer");
     LossScaler scaler(options.loss_scaling == "on", options.scaler, device);   // does nothing unless fp16
     const std::vector<std::string> saved_order = run.load(optimizer, scaler);  // --load: also the order of the buckets
 
     // Rank 0's values win, whatever the others made or loaded: replicas that start apart stay apart (trial B04).
-    for (const auto& [name, tensor] : optimizer.parameters()) {
+    for (const auto& [name, tensor] : optimizer.masters()) {
       world.broadcast(tensor, /*root=*/0, {name, Purpose::bookkeeping}).wait();
     }
+    optimizer.publish_masters();
     for (const auto& buffer : model->named_buffers()) {
       world.broadcast(buffer.value(), /*root=*/0, {buffer.key(), Purpose::bookkeeping}).wait();
     }
@@ -119,7 +121,7 @@ int train_ddp(int argc, char** argv) {
 
         at::Tensor loss;  // [], this part's share of the mean over the GLOBAL batch
         {
-          const Autocast autocast(device, options.precision);
+          const Autocast autocast(device, options.autocast());
           const at::Tensor logits = model->forward(batch.tokens);  // [b, classes]
           // Summed over the rows, divided by the rows of the GLOBAL batch, and then SUMMED over ranks: right for uneven
           // slices too, where a mean of means would not be.
@@ -148,13 +150,13 @@ int train_ddp(int argc, char** argv) {
       scaler.update();
 
       run.after_step(step, loss_sum, norm, scaler, &times);
-      run.expect_equal_ranks(optimizer.parameters());
+      run.expect_equal_ranks(optimizer.masters());
       run.save_if_due(step, optimizer, scaler, reducer ? reducer->order() : saved_order);
     }
 
     // 7 ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────
     run.save_final(optimizer, scaler, reducer ? reducer->order() : saved_order);
-    run.training_ended(optimizer.parameters());  // a hash of the parameters must be equal on all ranks
+    run.training_ended(optimizer.masters());  // a hash of the parameters must be equal on all ranks
   }
 
   // 8 ── report and verdict ───────────────────────────────────────────────────────────────────────────────────────────

@@ -66,14 +66,15 @@ int train_in(const Options& options, const Launch& launch, at::Device device, Mo
     // 4 ── model ──────────────────────────────────────────────────────────────────────────────────────────────────────
     // Weights stay fp32 in all modes but fp64: the same initial bits, so that differences come from the arithmetic.
     Model model = make_model(options.model, options.seed, device, storage_dtype(options.precision));
+    const NamedTensors masters = lower_weights(*model, options.weight_dtype());  // --weights low; else the parameters
     run.measure_memory("parameters");
 
     // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
-    AdamW optimizer(named_parameters(*model), options.adamw);
+    AdamW optimizer(named_parameters(*model), masters, options.adamw);
     run.measure_memory("optimizer");
     LossScaler scaler(options.loss_scaling == "on", options.scaler, device);  // does nothing unless fp16
     run.load(optimizer, scaler);
-    mode.initial = copies_on_cpu(optimizer.parameters());
+    mode.initial = copies_on_cpu(optimizer.masters());
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
@@ -86,7 +87,7 @@ int train_in(const Options& options, const Launch& launch, at::Device device, Mo
 
         at::Tensor loss;  // [], this part's share of the mean over the whole batch, fp32 in every mode
         {
-          const Autocast autocast(device, options.precision);      // the casts happen inside the operations
+          const Autocast autocast(device, options.autocast());     // the casts happen inside the operations
           const at::Tensor logits = model->forward(batch.tokens);  // [b, classes], low precision
           loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
         }
@@ -94,6 +95,7 @@ int train_in(const Options& options, const Launch& launch, at::Device device, Mo
         run.inject_inf(step, loss);  // a planned fault; else nothing
         // Outside of autocast: each operation remembers its dtype. fp16 gradients are scaled up from here on.
         scaler.scale(loss).backward();
+        widen_gradients(optimizer.parameters());  // --weights low: fp32 from here on; else nothing
       }
 
       // The order matters: unscale, then norm, then clip, then step. All of it stays on the device.
@@ -111,8 +113,8 @@ int train_in(const Options& options, const Launch& launch, at::Device device, Mo
 
     // 7 ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────
     run.save_final(optimizer, scaler);
-    run.training_ended(optimizer.parameters());
-    mode.final = copies_on_cpu(optimizer.parameters());
+    run.training_ended(optimizer.masters());
+    mode.final = copies_on_cpu(optimizer.masters());
   }
 
   // 8 ── report and verdict ───────────────────────────────────────────────────────────────────────────────────────────
@@ -184,6 +186,8 @@ int train_mixed_precision(int argc, char** argv) {
     if (!modes[i].missing.empty()) continue;
     Options one = before_settling;
     one.precision = precisions[i];
+    if (!uses_autocast(one.precision))
+      one.weights = "autocast";  // --weights low means something for bf16 and fp16 only
     settle(one, launch);
     code = std::max(code, train_in(one, launch, device, modes[i]));
   }

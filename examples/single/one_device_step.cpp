@@ -15,7 +15,9 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
   apply_precision(precision);
   const SyntheticTokens data(options.model, options.seed, options.global_batch_size, options.data_mode(), device);
   Model model = make_model(options.model, options.seed, device, storage_dtype(precision));
-  AdamW optimizer(named_parameters(*model), options.adamw);
+  const bool low_weights = options.low_weights() && precision == options.precision;
+  const NamedTensors masters = lower_weights(*model, low_weights ? options.weight_dtype() : storage_dtype(precision));
+  AdamW optimizer(named_parameters(*model), masters, options.adamw);
   // Whether a step overflows under a large scale hangs on the last bit of a sum. So this run takes a scale that was safe,
   // and leaves out the steps that the other run had to leave out. fp32 beside a low precision is the truth that both are
   // measured against: it needs no scale.
@@ -29,9 +31,12 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
   }
 
   TrainingRecord record;
-  record.initial_parameters = copies_on_cpu(optimizer.parameters());
+  record.initial_parameters = copies_on_cpu(optimizer.masters());
   // Half of what a rank of the run takes at once: fits where the run fitted, and never the same sums.
-  const int64_t micro_rows = std::max<int64_t>(1, options.batch_size / options.accumulate / 2);
+  // In low precision it takes just as much: sums over rows lose digits with each row, and the limit is the distance of a
+  // one-device run that rounds as much as the run does.
+  const int64_t parts = uses_autocast(options.precision) ? 1 : 2;
+  const int64_t micro_rows = std::max<int64_t>(1, options.batch_size / options.accumulate / parts);
   const int64_t micro_count = (options.global_batch_size + micro_rows - 1) / micro_rows;
 
   for (int64_t step = first_step; step < first_step + static_cast<int64_t>(run.losses.size()); ++step) {
@@ -42,11 +47,12 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
       const Batch batch = data.rows(step, rows);  // tokens [b, T], labels [b]
       at::Tensor loss;                            // [], this microbatch's share of the global mean
       {
-        const Autocast autocast(device, precision);
+        const Autocast autocast(device, low_weights ? Precision::fp32 : precision);
         const at::Tensor logits = model->forward(batch.tokens);  // [b, classes]
         loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
       }
       scaler.scale(loss).backward();
+      widen_gradients(optimizer.parameters());
       loss_sum += loss.detach().to(at::kDouble);
     }
 
@@ -63,7 +69,7 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
     record.losses.push_back(loss_sum.item<double>());
     record.norms.push_back(norm.item<double>());
   }
-  record.final_parameters = copies_on_cpu(optimizer.parameters());
+  record.final_parameters = copies_on_cpu(optimizer.masters());
   return record;
 }
 

@@ -2,6 +2,7 @@
 //
 // It trains on the same global batches as the run it judges, on one device, without a collective. The rows go through in
 // microbatches of another size than the run's, so that even a run on one rank is compared with other sums than its own.
+// (bf16 and fp16: of the same size, because there the amount of rounding is what is compared.)
 #pragma once
 
 #include "common/options.hpp"

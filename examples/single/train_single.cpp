@@ -52,10 +52,11 @@ int train_single(int argc, char** argv) {
 
     // 4 ── model ──────────────────────────────────────────────────────────────────────────────────────────────────────
     Model model = make_model(options.model, options.seed, device, storage_dtype(options.precision));
+    const NamedTensors masters = lower_weights(*model, options.weight_dtype());  // --weights low; else the parameters
     run.measure_memory("parameters");
 
     // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
-    AdamW optimizer(named_parameters(*model), options.adamw);
+    AdamW optimizer(named_parameters(*model), masters, options.adamw);
     run.measure_memory("optimizer");
     LossScaler scaler(options.loss_scaling == "on", options.scaler, device);  // does nothing unless fp16
     run.load(optimizer, scaler);  // --load: weights, moments, scale, step, data position, random state
@@ -71,14 +72,15 @@ int train_single(int argc, char** argv) {
 
         at::Tensor loss;  // [], this part's share of the mean over the whole batch
         {
-          const Autocast autocast(device, options.precision);
+          const Autocast autocast(device, options.autocast());
           const at::Tensor logits = model->forward(batch.tokens);  // [b, classes]
           // Summed over the rows and divided by the rows of the WHOLE step: parts of any size then add up to the mean.
           loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
         }
         loss_sum += loss.detach();
-        run.inject_inf(step, loss);     // a planned fault; else nothing
-        scaler.scale(loss).backward();  // outside of autocast: each operation remembers its dtype
+        run.inject_inf(step, loss);               // a planned fault; else nothing
+        scaler.scale(loss).backward();            // outside of autocast: each operation remembers its dtype
+        widen_gradients(optimizer.parameters());  // --weights low: fp32 from here on; else nothing
       }
 
       const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
@@ -95,7 +97,7 @@ int train_single(int argc, char** argv) {
 
     // 7 ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────
     run.save_final(optimizer, scaler);
-    run.training_ended(optimizer.parameters());
+    run.training_ended(optimizer.masters());
   }
 
   // 8 ── report and verdict ───────────────────────────────────────────────────────────────────────────────────────────

@@ -68,6 +68,41 @@ class LossScale(harness.TrainerTest):
         self.check_refused(harness.run("train_single", ["--loss-scaling", "maybe"]), "--loss-scaling is 'maybe'")
 
 
+class LowWeights(harness.TrainerTest):
+    LOW = TINY + ["--precision", "bf16", "--weights", "low"]
+
+    def test_proved_against_one_device(self):
+        for trainer, ranks, extra in (("train_single", 1, ["--accumulate", "2"]), ("train_ddp", 2, []),
+                                      ("train_ddp", 3, ["--global-batch-size", "10", "--accumulate", "2"]),
+                                      ("train_ddp", 2, ["--naive"]), ("train_ddp", 1, ["--loss-scaling", "on"])):
+            with self.subTest(trainer=trainer, ranks=ranks, extra=extra):
+                result = harness.run(trainer, self.LOW + ["--steps", "4", "--verify"] + extra, ranks)
+                self.check_code(result, 0)
+                self.assertIn("VERIFIED", result.out)
+                self.assertIn("bf16 weights, fp32 masters", result.out)
+
+    def test_resume_and_exchange_with_autocast(self):
+        """The checkpoint holds the masters: it continues bit for bit, and loads where weights are fp32, and back."""
+        f = self.folder
+        self.check_code(harness.run("train_ddp", self.LOW + ["--steps", "4", "--save", f / "straight.pt"], 2), 0)
+        self.check_code(harness.run("train_ddp", self.LOW + ["--steps", "2", "--save", f / "half.pt"], 2), 0)
+        self.check_code(harness.run("train_ddp", self.LOW + ["--steps", "4", "--load", f / "half.pt", "--save", f / "b.pt"], 2), 0)
+        self.assertEqual((f / "straight.pt").read_bytes(), (f / "b.pt").read_bytes())
+        for flags in (TINY + ["--precision", "bf16"], TINY + ["--precision", "fp32"]):
+            self.check_code(harness.run("train_single", flags + ["--steps", "4", "--load", f / "half.pt", "--verify", "--save",
+                                                                 f / "fp32.pt"]), 0)
+            self.check_code(harness.run("train_single", self.LOW + ["--steps", "6", "--load", f / "fp32.pt", "--verify"]), 0)
+
+    def test_wrong_use(self):
+        self.check_refused(harness.run("train_single", ["--weights", "low"]), "--weights low goes with --precision bf16")
+        self.check_refused(harness.run("train_single", ["--weights", "tiny"]), "--weights is 'tiny'")
+
+    def test_all_modes(self):
+        result = harness.run(MIXED, TINY + ["--steps", "3", "--weights", "low", "--verify"])
+        self.check_code(result, 0)
+        self.assertEqual(result.out.count("VERIFIED"), 2)
+
+
 class MixedPrecision(harness.TrainerTest):
     def test_all_modes_of_a_cpu(self):
         result = harness.run(MIXED, TINY + ["--steps", "4", "--verify"])

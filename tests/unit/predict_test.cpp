@@ -69,6 +69,17 @@ TEST(Predict, RingModel) {
   EXPECT_DOUBLE_EQ(wire_bytes("send", 100, 2), 100);
 }
 
+TEST(Predict, LowWeightsHoldMastersAndSaveTheCasts) {
+  Options options = base_on_gpu(Precision::bf16, 32);
+  const MemoryPrediction autocast = predict_memory(options, {});
+  options.weights = "low";
+  const MemoryPrediction low = predict_memory(options, {});
+  EXPECT_EQ(autocast.parameters, 4ll * 109836298);
+  EXPECT_EQ(low.parameters, 6ll * 109836298);
+  EXPECT_EQ(low.optimizer, autocast.optimizer);
+  EXPECT_LT(low.activations, autocast.activations);
+}
+
 TEST(Buckets, AreCutWhenFull) {
   using Buckets = std::vector<std::vector<size_t>>;
   // The first closes at 10, the others at 25; what is larger than a bucket ends it.
