@@ -53,6 +53,13 @@ class Gpu(harness.TrainerTest):
         self.assertNotIn("not run", result.out)
         print(result.out[result.out.index("comparison"):])
 
+    def test_low_weights(self):
+        for precision in ("bf16", "fp16"):
+            for ranks in (1, 2):
+                with self.subTest(precision=precision, ranks=ranks):
+                    self.proved(launch(ranks, "train_ddp", TINY + ["--steps", "4", "--batch-size", "4", "--verify", "--weights",
+                                                                   "low", "--precision", precision]))
+
     def test_fp16_overflow_on_one_rank(self):
         """Trials B13 to B15: every rank skips the same step, the scale halves on that very step, parameters stay equal."""
         for ranks in (2, 4):
