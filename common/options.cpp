@@ -57,6 +57,8 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_option("--layers", raw.layers, "layers, instead of the preset's")->group(more);
   app.add_option("--mlp-dim", raw.mlp_dim, "F, instead of the preset's")->group(more);
   app.add_option("--classes", raw.classes, "classes, instead of the preset's")->group(more);
+  app.add_option("--min-seconds", o.min_seconds, "go on after --steps until S seconds have passed (0), to be watched")
+      ->group(more);
   app.add_option("--warmup-steps", o.warmup_steps, "steps left out of the timings (5)")->group(more);
   app.add_option("--log-every", o.log_every, "print a progress line every N steps (10); only then the host waits")
       ->group(more);
@@ -197,6 +199,9 @@ void check_values(const Options& o) {
   }
   at_least<int64_t>("--steps", o.steps, 0);
   at_least<int64_t>("--warmup-steps", o.warmup_steps, 0);
+  at_least("--min-seconds", o.min_seconds, 0.0);
+  if (o.min_seconds > 0 && o.steps == 0)
+    refuse(fmt::format("--min-seconds {} needs --steps of at least 1", o.min_seconds));
   at_least<int64_t>("--log-every", o.log_every, 1);
   at_least<int64_t>("--accumulate", o.accumulate, 1);
   at_least<int64_t>("--save-every", o.save_every, 0);
@@ -205,8 +210,8 @@ void check_values(const Options& o) {
   at_least("--weight-decay", o.adamw.weight_decay, 0.0);
   at_least("--clip-norm", o.clip_norm, 0.0);
   if (!(o.dropout >= 0.0 && o.dropout < 1.0)) refuse(fmt::format("--dropout is {}: must be in [0, 1)", o.dropout));
-  for (const double value : {o.lr.lr, o.adamw.weight_decay, o.clip_norm}) {
-    if (!std::isfinite(value)) refuse("--lr, --weight-decay and --clip-norm must be finite numbers");
+  for (const double value : {o.lr.lr, o.adamw.weight_decay, o.clip_norm, o.min_seconds}) {
+    if (!std::isfinite(value)) refuse("--lr, --weight-decay, --clip-norm and --min-seconds must be finite numbers");
   }
   if (o.verify && o.dropout > 0)
     refuse(fmt::format("--verify needs --dropout 0, not {}: masks differ by rank", o.dropout));

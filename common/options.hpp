@@ -53,6 +53,7 @@ struct Options {
   ModelConfig model;  ///< complete after settle()
   // steps and batches
   int64_t steps = 50;
+  double min_seconds = 0.0;  ///< go on after `steps` until so many seconds have passed
   int64_t warmup_steps = 5;
   int64_t log_every = 10;
   int64_t batch_size = 0;         ///< rows per data-parallel rank; 0 until settle()

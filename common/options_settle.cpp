@@ -111,8 +111,9 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
                                 o.adamw.weight_decay, o.clip_norm)},
       {"dropout", fmt::format("{}", o.dropout)},
       {"deterministic", o.deterministic ? "yes" : "no"},
-      {"steps",
-       fmt::format("to {}, {} left out of the timings, a line every {}", o.steps, o.warmup_steps, o.log_every)},
+      {"steps", fmt::format("to {}{}, {} left out of the timings, a line every {}", o.steps,
+                            o.min_seconds > 0 ? fmt::format(" and on until {} s have passed", o.min_seconds) : "",
+                            o.warmup_steps, o.log_every)},
   };
   if (!o.load.empty()) rows.emplace_back("load", o.load);
   if (o.save)

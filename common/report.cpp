@@ -164,7 +164,9 @@ std::string Report::progress_line() const {
   }
   if (!std::isnan(last_.mfu)) line += fmt::format("  MFU {:.1f}%", 100.0 * last_.mfu);
   if (!std::isnan(last_.exposed_ms)) line += fmt::format("  exposed {:.2f} ms", last_.exposed_ms);
-  line += fmt::format("  ETA {}\n", human_seconds(static_cast<double>(options_.steps - last_.step) * step_ms / 1000.0));
+  line += fmt::format(
+      "  ETA {}\n",
+      human_seconds(static_cast<double>(std::max<int64_t>(options_.steps - last_.step, 0)) * step_ms / 1000.0));
   return line;
 }
 

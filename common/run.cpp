@@ -118,7 +118,7 @@ std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
 
 int64_t Run::first_step() const { return state_->loaded.step + 1; }
 
-bool Run::wants(int64_t step) const { return step <= state_->options.steps && !state_->stop; }
+bool Run::wants(int64_t step) const { return (step <= state_->options.steps || state_->go_on) && !state_->stop; }
 
 double Run::learning_rate(int64_t step) const { return state_->options.lr.at(step); }
 
@@ -201,15 +201,16 @@ void Run::after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor&
 
 /// Reads the numbers of the steps since the last line: the only place in the loop where the host waits for the device.
 void Run::State::flush(int64_t step) {
-  // One tensor for all steps of the interval and the stop flag: one all-reduce, one copy to the host.
+  // One tensor for all steps of the interval and two flags: one all-reduce, one copy to the host.
   std::vector<at::Tensor> numbers;
   for (const PendingStep& p : pending) numbers.push_back(p.loss.to(at::kDouble).reshape({1}));
-  numbers.push_back(
-      at::full({1}, stop_signals.load() > 0 ? 1.0 : 0.0, at::TensorOptions().dtype(at::kDouble).device(device)));
-  at::Tensor losses = at::cat(numbers);  // [steps + 1]
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
+  const bool time_left = launch.rank == 0 && elapsed.count() < options.min_seconds;  // rank 0's clock decides for all
+  for (const bool flag : {stop_signals.load() > 0, time_left}) {
+    numbers.push_back(at::full({1}, flag ? 1.0 : 0.0, at::TensorOptions().dtype(at::kDouble).device(device)));
+  }
+  at::Tensor losses = at::cat(numbers);  // [steps + 2]
   if (world != nullptr) world->all_reduce(losses, ReduceOp::sum, {"loss", Purpose::bookkeeping}).wait();
-  numbers.pop_back();
-  for (at::Tensor& number : numbers) number = at::Tensor();
   std::vector<at::Tensor> norms;
   for (const PendingStep& p : pending) norms.push_back(p.norm.to(at::kDouble).reshape({1}));
   losses = losses.cpu();
@@ -236,6 +237,7 @@ void Run::State::flush(int64_t step) {
   pending.clear();
   say(launch, report.progress_line());
   stop = losses[count].item<double>() > 0.0;
+  go_on = losses[count + 1].item<double>() > 0.0;
   if (stop) say(launch, fmt::format("stopping after step {}: a rank was asked to (SIGINT or SIGTERM)\n", step));
   step_began = Moment::record(device);
 }

@@ -1,6 +1,7 @@
 // What a Run remembers between its calls. Seen by run.cpp and run_finish.cpp alone.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -32,8 +33,10 @@ struct Run::State {
   int64_t memory_mark = 0;
   int64_t saved_step = -1;
   bool save_failed = false;
-  std::string drifted;  // with --verify: which ranks ended with other parameters
-  bool stop = false;
+  std::string drifted;                   // with --verify: which ranks ended with other parameters
+  bool stop = false;                     // Ctrl-C, agreed on by all ranks
+  bool go_on = options.min_seconds > 0;  // past --steps, because --min-seconds are not over; agreed on likewise
+  std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
 
   State(const Options& o, const Launch& l, at::Device d, Communicator* w)
       : options(o), launch(l), device(d), world(w) {}

@@ -60,8 +60,8 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<int64_t>& byte
   return buckets;
 }
 
-CallPrediction predict_gradient_calls(const ModelConfig& config, Precision precision, double bucket_mb) {
-  const auto element_bytes = static_cast<int64_t>(c10::elementSize(storage_dtype(precision)));
+CallPrediction predict_gradient_calls(const ModelConfig& config, Precision autocast, double bucket_mb) {
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(storage_dtype(autocast)));
   const std::vector<ParameterShape> shapes = parameter_shapes(config);
   std::unordered_map<std::string, int64_t> bytes_of;
   std::vector<int64_t> registration, arrival;
@@ -70,7 +70,7 @@ CallPrediction predict_gradient_calls(const ModelConfig& config, Precision preci
     registration.push_back(bytes_of[shape.name]);
   }
   std::reverse(registration.begin(), registration.end());
-  for (const std::string& name : gradient_arrival_order(config, uses_autocast(precision))) {
+  for (const std::string& name : gradient_arrival_order(config, uses_autocast(autocast))) {
     arrival.push_back(bytes_of.at(name));
   }
 

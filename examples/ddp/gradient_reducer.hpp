@@ -32,8 +32,8 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<int64_t>& byte
                                                 int64_t bucket_bytes);
 
 /// all_reduce calls and bytes of one step, from the sizes of the model alone. Step 1 uses the order of registration
-/// turned round, later steps the order in which gradients came.
-CallPrediction predict_gradient_calls(const ModelConfig& config, Precision precision, double bucket_mb);
+/// turned round, later steps the order in which gradients came, which differs under autocast (Options::autocast()).
+CallPrediction predict_gradient_calls(const ModelConfig& config, Precision autocast, double bucket_mb);
 
 class GradientReducer {
  public:

@@ -65,7 +65,7 @@ int train_ddp(int argc, char** argv) {
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(storage_dtype(options.precision)));
   const std::vector<CallPrediction> calls = {
       options.naive ? predict_naive_calls(options.model, element_bytes)
-                    : predict_gradient_calls(options.model, options.precision, options.bucket_mb)};
+                    : predict_gradient_calls(options.model, options.autocast(), options.bucket_mb)};
   const MemoryPattern memory{/*gradients_in_buckets=*/!options.naive};
   if (const auto code = answer_and_stop(options, launch, memory, calls)) return *code;
   if (options.deterministic) apply_deterministic(options.cuda ? at::kCUDA : at::kCPU);
@@ -130,6 +130,7 @@ int train_ddp(int argc, char** argv) {
         loss_sum += loss.detach();
         run.inject_inf(step, loss);     // a planned fault; else nothing
         scaler.scale(loss).backward();  // as soon as a bucket is full its all-reduce starts on the communication stream
+        if (!reducer) widen_gradients(optimizer.parameters());  // --weights low: fp32 sums; the buckets are fp32 anyway
       }
 
       StepTimes times;

@@ -74,7 +74,7 @@ class LowWeights(harness.TrainerTest):
     def test_proved_against_one_device(self):
         for trainer, ranks, extra in (("train_single", 1, ["--accumulate", "2"]), ("train_ddp", 2, []),
                                       ("train_ddp", 3, ["--global-batch-size", "10", "--accumulate", "2"]),
-                                      ("train_ddp", 2, ["--naive"]), ("train_ddp", 1, ["--loss-scaling", "on"])):
+                                      ("train_ddp", 2, ["--naive", "--accumulate", "2"]), ("train_ddp", 2, ["--bucket-mb", "0.02"]), ("train_ddp", 1, ["--loss-scaling", "on"])):
             with self.subTest(trainer=trainer, ranks=ranks, extra=extra):
                 result = harness.run(trainer, self.LOW + ["--steps", "4", "--verify"] + extra, ranks)
                 self.check_code(result, 0)

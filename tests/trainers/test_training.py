@@ -118,6 +118,17 @@ class Training(harness.TrainerTest):
         header = json.loads(files[0][8:8 + length])
         self.assertEqual(header["step_2.tokens"]["shape"], [6, 36])
 
+    def test_min_seconds(self):
+        """The run goes on after --steps, and all ranks end after the same step."""
+        path = self.folder / "m.jsonl"
+        result = harness.run("train_ddp", TINY + ["--steps", "2", "--min-seconds", "2", "--log-every", "5", "--metrics", path], 2)
+        self.check_code(result, 0)
+        self.assertIn("equal on all 2 ranks", result.out)
+        steps, (run,) = harness.metrics(path)
+        self.assertGreater(len(steps), 2)
+        self.assertEqual([s["step"] for s in steps], list(range(1, len(steps) + 1)))
+        self.assertGreaterEqual(run["seconds_total"], 2.0)
+
     def test_metrics_record(self):
         path = self.folder / "m.jsonl"
         self.check_code(harness.run("train_single", TINY + ["--steps", "4", "--metrics", path]), 0)
