@@ -30,10 +30,18 @@ inline at::Tensor reduced_pattern(int64_t numel, at::ScalarType type, mgp::Reduc
   const double sum_of_ranks = ranks * (ranks + 1) / 2.0;
   at::Tensor result;
   switch (op) {
-    case mgp::ReduceOp::sum: result = base * ranks + sum_of_ranks; break;
-    case mgp::ReduceOp::avg: result = (base * ranks + sum_of_ranks) / ranks; break;
-    case mgp::ReduceOp::max: result = base + ranks; break;
-    case mgp::ReduceOp::min: result = base + 1; break;
+    case mgp::ReduceOp::sum:
+      result = base * ranks + sum_of_ranks;
+      break;
+    case mgp::ReduceOp::avg:
+      result = (base * ranks + sum_of_ranks) / ranks;
+      break;
+    case mgp::ReduceOp::max:
+      result = base + ranks;
+      break;
+    case mgp::ReduceOp::min:
+      result = base + 1;
+      break;
   }
   return result.to(type).to(world().device());  // whole-number types cut the average off, as NCCL does
 }
@@ -45,11 +53,20 @@ inline void expect_close(const at::Tensor& actual, const at::Tensor& expected, c
   if (actual.numel() == 0) return;
   double tolerance = 0.0;
   switch (actual.scalar_type()) {
-    case at::kDouble: tolerance = 1e-15; break;
-    case at::kFloat: tolerance = 1e-6; break;
-    case at::kHalf: tolerance = 2e-3; break;
-    case at::kBFloat16: tolerance = 2e-2; break;
-    default: break;
+    case at::kDouble:
+      tolerance = 1e-15;
+      break;
+    case at::kFloat:
+      tolerance = 1e-6;
+      break;
+    case at::kHalf:
+      tolerance = 2e-3;
+      break;
+    case at::kBFloat16:
+      tolerance = 2e-2;
+      break;
+    default:
+      break;
   }
   const at::Tensor a = actual.cpu().to(at::kDouble);
   const at::Tensor b = expected.cpu().to(at::kDouble);
@@ -68,8 +85,8 @@ std::string error_of(const Action& action) {
   return "";
 }
 
-constexpr at::ScalarType kAllTypes[] = {at::kDouble,   at::kFloat, at::kHalf, at::kBFloat16,
-                                        at::kLong,     at::kInt,   at::kByte};
+constexpr at::ScalarType kAllTypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16,
+                                        at::kLong,   at::kInt,   at::kByte};
 constexpr mgp::ReduceOp kAllOps[] = {mgp::ReduceOp::sum, mgp::ReduceOp::avg, mgp::ReduceOp::max, mgp::ReduceOp::min};
 constexpr int64_t kSizes[] = {0, 1, 7, 1000, 4099};
 
