@@ -36,7 +36,7 @@ struct Run::State {
   std::string drifted;                   // with --verify: which ranks ended with other parameters
   bool stop = false;                     // Ctrl-C, agreed on by all ranks
   bool go_on = options.min_seconds > 0;  // past --steps, because --min-seconds are not over; agreed on likewise
-  std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point started;
 
   State(const Options& o, const Launch& l, at::Device d, Communicator* w)
       : options(o), launch(l), device(d), world(w) {}
