@@ -30,6 +30,7 @@ class Readme(harness.TrainerTest):
 
     def test_every_flag_in_the_readme_exists(self):
         known = set(FOREIGN) | flags((harness.SOURCE / "scripts" / "launch.sh").read_text())
+        known |= flags((harness.SOURCE / "scripts" / "compare_runs.py").read_text())
         for trainer in TRAINERS:
             known |= flags(self.help(trainer, "--help-all"))
         self.assertEqual(flags(README) - known, set())
