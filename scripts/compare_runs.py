@@ -16,6 +16,7 @@ Needs matplotlib. Where this python3 has none, the one that scripts/setup.sh ins
 
 import argparse
 import html
+import importlib.util
 import io
 import json
 import math
@@ -520,7 +521,7 @@ body { background: var(--paper); color: var(--ink); font: 15px/1.45 %(fonts)s; m
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .78rem; }
+table { border-collapse: collapse; font-size: .76rem; } td:first-child { min-width: 8.5rem; }
 th, td { border-bottom: 1px solid var(--grid); padding: .3rem .5rem; text-align: right; vertical-align: top;
   white-space: nowrap; }
 th { vertical-align: bottom; white-space: normal; }
@@ -613,19 +614,13 @@ def setup_python():
     return python if os.access(python, os.X_OK) else None
 
 
-def need_matplotlib():
-    os.environ.pop("MPLBACKEND", None)  # no window is opened; a name that matplotlib does not know would end it
-    try:
-        import matplotlib.figure  # noqa: F401  a broken installation shows here
-        return
-    except ImportError as error:
-        reason = printable(error)
+def use_other_python(reason):
+    """Goes on in the python3 that has matplotlib, or says what to install."""
     python = setup_python()
     if python and not os.environ.get("MGP_COMPARE_RUNS_AGAIN"):
         os.environ["MGP_COMPARE_RUNS_AGAIN"] = "1"  # once: that one may have no matplotlib either
-        sys.stdout.flush()
         os.execv(python, [python, os.path.abspath(__file__), *sys.argv[1:]])
-    raise InputError(f"{sys.executable} has no usable matplotlib ({reason}): run scripts/setup.sh, or python3 -m pip "
+    raise InputError(f"{sys.executable} cannot use matplotlib ({printable(reason)}): run scripts/setup.sh, or python3 -m pip "
                      "install matplotlib")
 
 
@@ -650,7 +645,9 @@ def main():
     if args.labels and len(args.labels) != len(args.files):
         raise InputError(f"--labels: {len(args.labels)} names for {len(args.files)} files")
     check_out(args.out, args.files)
-    need_matplotlib()
+    # Looked for before anything is read: a pipe can be read once.
+    if importlib.util.find_spec("matplotlib") is None:
+        use_other_python("it is not installed")
 
     files, warnings, errors = [], [], 0
     for path in args.files:
@@ -664,6 +661,11 @@ def main():
         warnings += [f"{printable(path)}: {w}" for w in about]
     if errors:
         return 2
+    os.environ.pop("MPLBACKEND", None)  # no window is opened; a name that matplotlib does not know would end it
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:  # installed, but broken
+        use_other_python(error)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     name_runs(files, args.labels)
