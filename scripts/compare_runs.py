@@ -6,9 +6,9 @@
   scripts/compare_runs.py single.jsonl ddp.jsonl --out compare.html
   scripts/compare_runs.py a.jsonl b.jsonl --labels "before" "after"
 
-The page needs nothing else: no network, no scripts, pictures as inline SVG, for light and dark screens. It shows step time,
-memory by kind (predicted beside measured), bytes per step, exposed communication, and all loss curves in one picture.
-Ratios are to the first file. What a run did not measure is a dash: a CPU has no allocator that counts its peak.
+The page needs nothing else: no network, no scripts, pictures as inline SVG, for light and dark screens. It shows step
+time, memory by kind (predicted beside measured), bytes per step, exposed communication, and all loss curves in one
+picture. Ratios are to the first file. What a run did not measure is a dash: on a CPU no allocator counts its peak.
 
 Exit codes: 0 done, 1 the page could not be written, 2 wrong usage or a file that is not what --metrics writes.
 Needs matplotlib. Where this python3 has none, the one that scripts/setup.sh installed is used.
@@ -269,8 +269,8 @@ def terminal_table(rows):
 
 # ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# The pictures are drawn in stand-in colours, which become CSS variables: the page then has one set of pictures, and two sets
-# of colours. name: stand-in, light, dark. Colours 0 to 7 keep apart for colour-blind eyes (after Okabe and Ito).
+# The pictures are drawn in stand-in colours, which become CSS variables: the page then has one set of pictures, and two
+# sets of colours. name: stand-in, light, dark. Colours 0 to 7 keep apart for colour-blind eyes (after Okabe and Ito).
 COLOURS = {
     "ink": ("#010101", "#1c1e21", "#e6e6e6"), "muted": ("#010102", "#5c6066", "#a3a8ae"),
     "grid": ("#010103", "#dcdfe3", "#3a3f45"), "paper": ("#010104", "#ffffff", "#16181b"),
@@ -308,14 +308,14 @@ def new_figure(height):
 def legend_above(figure, handles, names):
     """Above the axes, where it covers nothing; as many columns as the width holds."""
     names = [short(name) for name in names]
-    columns = max(1, min(len(names), int(WIDTH / (0.55 + 0.078 * max(map(len, names))))))
-    figure.legend(handles, names, loc="outside upper left", ncols=columns, frameon=False, handlelength=2.6)
+    columns = max(1, min(len(names), int(WIDTH / (0.75 + 0.078 * max(map(len, names))))))
+    figure.legend(handles, names, loc="outside upper left", ncols=columns, frameon=False, handlelength=3.6)
     figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(names) / columns))
 
 
 def bar_picture(bars, x_label, legend=()):
-    """Lying bars, one below the other. A bar: label, parts [(value, colour, hatch)], text behind it, and optional `line`
-    (from, to), `outline` (a value) and `close` (belongs to the bar above)."""
+    """Lying bars, one below the other. A bar: label, parts [(value, colour, hatch)], text behind it, and optional
+    `line` (from, to), `outline` (a value) and `close` (belongs to the bar above)."""
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
     positions, y = [], 0.0
@@ -332,7 +332,8 @@ def bar_picture(bars, x_label, legend=()):
             left += value
         end = max([left, bar.get("outline") or 0, *bar.get("line", [])])
         if bar.get("outline"):
-            axes.barh(y, bar["outline"], 0.66, fill=False, edgecolor=stand_in("muted"), linewidth=1.0, linestyle=(0, (3, 2)))
+            axes.barh(y, bar["outline"], 0.66, fill=False, edgecolor=stand_in("muted"), linewidth=1.0,
+                      linestyle=(0, (3, 2)))
         if bar.get("line"):
             axes.plot(bar["line"], [y, y], color=stand_in("ink"), linewidth=1.4, solid_capstyle="butt", marker="|",
                       markersize=6)
@@ -372,7 +373,8 @@ def step_time_picture(runs):
         times = sorted(run.timed("ms"))
         line = [times[int(0.1 * (len(times) - 1))], times[math.ceil(0.9 * (len(times) - 1))]]
         text = f"{run.ms:.2f} ms" + (f", {ratio(run.ms, runs[0].ms):.2f}x" if index and runs[0].ms else "")
-        bars.append({"label": short(run.label), "parts": [(run.ms, f"c{index % SERIES}", None)], "text": text, "line": line})
+        bars.append({"label": short(run.label), "parts": [(run.ms, f"c{index % SERIES}", None)], "text": text,
+                     "line": line})
         said.append(f"{run.label} {text}")
     return bar_picture(bars, "step time, ms"), said
 
@@ -426,7 +428,8 @@ def exposed_picture(runs):
         text = "-" if run.exposed is None else f"{run.exposed:.2f} ms"
         if run.exposed is not None and run.ms:
             text += f", {100 * run.exposed / run.ms:.1f}% of the step"
-        bars.append({"label": short(run.label), "parts": [(run.exposed or 0, f"c{index % SERIES}", None)], "text": text})
+        parts = [(run.exposed or 0, f"c{index % SERIES}", None)]
+        bars.append({"label": short(run.label), "parts": parts, "text": text})
         said.append(f"{run.label} {text if run.exposed is not None else 'none'}")
     return bar_picture(bars, "exposed communication per step, ms"), said
 
@@ -452,10 +455,11 @@ def loss_picture(runs):
     for index, run in enumerate(runs):
         points = thinned([(step, number(row.get("loss"))) for step, row in sorted(run.steps.items())])
         # Curves often coincide, which is the point: earlier ones are wider, later ones dashed on top of them.
-        width = max(1.4, 4.2 - 0.9 * index)
+        width = max(1.4, 4.2 - 0.9 * index) if len(runs) > 1 else 2.0
+        dashes = DASHES[(index + index // SERIES) % len(DASHES)]  # a colour comes again with other dashes
         handles += axes.plot([s for s, _ in points], [math.nan if v is None else v for _, v in points],
-                             color=stand_in(f"c{index % SERIES}"), linewidth=width, linestyle=DASHES[index % len(DASHES)],
-                             marker="o" if len(points) == 1 else None, dash_capstyle="butt")
+                             color=stand_in(f"c{index % SERIES}"), linewidth=width, dash_capstyle="butt",
+                             linestyle=dashes, marker="o" if len(points) == 1 else None)
         said.append(f"{run.label} {'not finite' if run.loss is None else f'{run.loss:.6f}'} after step {run.last}")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
@@ -471,10 +475,11 @@ PICTURES = [
     (memory_picture, "Memory by kind, predicted and measured",
      "Predicted from the configuration alone. Measured is the allocator's peak on the fullest rank."),
     (bytes_picture, "Bytes per step", "Payload that a rank hands to collectives in one step, as nccl-tests counts it."),
-    (exposed_picture, "Exposed communication", "Time per step that the compute stream waited for communication: what backward "
-     "did not hide. A dash: the run does not communicate, or did not record it."),
-    (loss_picture, "Loss", "Mean over the whole global batch. Earlier files have wider lines, so that curves that coincide "
-     "are all seen."),
+    (exposed_picture, "Exposed communication",
+     "Time per step that the compute stream waited for communication: what backward did not hide. A dash: the run does "
+     "not communicate, or did not record it."),
+    (loss_picture, "Loss",
+     "Mean over the whole global batch. Earlier files have wider lines, to show under later ones."),
 ]
 
 
@@ -484,14 +489,16 @@ def svg_of(figure, name, title, description):
     figure.savefig(text, format="svg", transparent=True)
     svg = text.getvalue()
     svg = svg[svg.index("<svg"):]
-    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    unwanted = r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>|<!--.*?-->"
+    svg = re.sub(unwanted, "", svg, flags=re.DOTALL)
     head, body = svg.split(">", 1)
     view_box = re.search(r'viewBox="([^"]*)"', head).group(1)
     for variable, (colour, _, _) in COLOURS.items():
         body = body.replace(colour, f"var(--{variable})")
     body = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", body)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{view_box}" '
-            f'role="img" aria-labelledby="{name}-title {name}-desc">\n<title id="{name}-title">{html.escape(title)}</title>\n'
+            f'role="img" aria-labelledby="{name}-title {name}-desc">\n'
+            f'<title id="{name}-title">{html.escape(title)}</title>\n'
             f'<desc id="{name}-desc">{html.escape(description)}</desc>{body.strip()}')
 
 
@@ -500,11 +507,11 @@ def draw(runs):
     import warnings
     warnings.filterwarnings("ignore", message="Glyph")  # the browser draws the text, with a font that has the sign
     matplotlib.rcdefaults()
-    ink = {key: stand_in("ink") for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     matplotlib.rcParams.update({
-        **ink, "svg.fonttype": "none", "font.family": FONTS[:1], "font.size": 9.5, "text.parse_math": False,
-        "hatch.color": stand_in("paper"), "hatch.linewidth": 1.2, "svg.hashsalt": "compare_runs",
-        "axes.unicode_minus": False})
+        **dict.fromkeys(inked, stand_in("ink")), "svg.fonttype": "none", "font.family": FONTS[:1], "font.size": 9.5,
+        "text.parse_math": False, "hatch.color": stand_in("paper"), "hatch.linewidth": 1.2,
+        "svg.hashsalt": "compare_runs", "axes.unicode_minus": False})
     figures = []
     for index, (make, title, caption) in enumerate(PICTURES):
         figure, said = make(runs)
@@ -562,8 +569,8 @@ def page(runs, warnings):
            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n",
            f"<title>Runs compared</title>\n<style>{style()}</style>\n</head>\n<body>\n<h1>Runs compared</h1>\n",
            html_table(HEAD, table_rows(runs), classes),
-           '<p class="note">x: step time over that of the first run. Peaks: the fullest rank. Bytes: payload per step and '
-           "rank. Exposed: time that compute waited for communication. Loss: of the last step.</p>\n"]
+           '<p class="note">x: step time over that of the first run. Peaks: the fullest rank. Bytes: payload per step '
+           "and rank. Exposed: time that compute waited for communication. Loss: of the last step.</p>\n"]
     out += [f'<p class="note">Warning: {html.escape(w)}</p>\n' for w in warnings]
     for svg, title, caption in draw(runs):
         out.append(f'<h2>{html.escape(title)}</h2>\n<figure><div class="scroll">{svg}</div>\n'
@@ -620,8 +627,8 @@ def use_other_python(reason):
     if python and not os.environ.get("MGP_COMPARE_RUNS_AGAIN"):
         os.environ["MGP_COMPARE_RUNS_AGAIN"] = "1"  # once: that one may have no matplotlib either
         os.execv(python, [python, os.path.abspath(__file__), *sys.argv[1:]])
-    raise InputError(f"{sys.executable} cannot use matplotlib ({printable(reason)}): run scripts/setup.sh, or python3 -m pip "
-                     "install matplotlib")
+    raise InputError(f"{sys.executable} cannot use matplotlib ({printable(reason)}): run scripts/setup.sh, or "
+                     "python3 -m pip install matplotlib")
 
 
 def check_out(path, inputs):

@@ -1,4 +1,4 @@
-"""scripts/compare_runs.py on what real runs wrote: the table's numbers, the page, its pictures, and files that are wrong."""
+"""scripts/compare_runs.py on what real runs wrote: the table's numbers, the page, its pictures, wrong files."""
 
 import contextlib
 import html.parser
@@ -114,7 +114,7 @@ class CompareRuns(unittest.TestCase):
         for line, row in zip(result.stdout.splitlines(), [head] + body):
             self.assertEqual(re.sub(r"\s+", " ", line).strip(), re.sub(r"\s+", " ", " ".join(row)).strip())
         self.assertEqual(result.stdout.splitlines()[-1], f"wrote {self.out}")
-        self.assertEqual([p.name for p in self.folder.iterdir() if p.name.startswith(".")], [], "a temporary file stayed")
+        self.assertEqual(list(self.folder.glob(".*")), [], "a temporary file stayed")
         return page, [dict(zip(head, row)) for row in body], result
 
     def refused(self, result, *needles, lines=1):
@@ -176,7 +176,8 @@ class CompareRuns(unittest.TestCase):
         self.assertEqual(run.ms, rows(path)[-1]["ms_median"])
         # Killed after step 6, resumed from the checkpoint at 4: steps 5 and 6 are trained again, the later ones count.
         lines = rows(path)
-        again = write_rows(self.folder / "again.jsonl", lines[:5] + [{**r, "loss": 99.0} for r in lines[5:7]] + lines[5:])
+        lost = [{**r, "loss": 99.0} for r in lines[5:7]]
+        again = write_rows(self.folder / "again.jsonl", lines[:5] + lost + lines[5:])
         (run,), _ = compare_runs.read_runs(again)
         self.assertEqual([r["loss"] for _, r in sorted(run.steps.items())],
                          [r["loss"] for r in lines if r["kind"] == "step"])
@@ -214,10 +215,10 @@ class CompareRuns(unittest.TestCase):
         for svg in svgs:
             self.assertRegex(svg, r'^<svg [^>]*role="img" aria-labelledby="(p\d-title) (p\d-desc)">\s*'
                                   r'<title id="\1">[^<]+</title>\s*<desc id="\2">[^<]+</desc>')
-            self.assertEqual(re.findall(r"#[0-9a-fA-F]{6}\b", svg), [], "a colour that does not follow the screen's mode")
+            self.assertEqual(re.findall(r"#[0-9a-fA-F]{6}\b", svg), [], "a colour that does not follow the mode")
         titles = [data for tag, data in page.texts if tag == "title"]
-        self.assertEqual(titles, ["Runs compared", "Step time", "Memory by kind, predicted and measured", "Bytes per step",
-                                  "Exposed communication", "Loss"])
+        self.assertEqual(titles, ["Runs compared", "Step time", "Memory by kind, predicted and measured",
+                                  "Bytes per step", "Exposed communication", "Loss"])
         # Nothing from outside: namespaces are names, not addresses.
         bare = re.sub(r' xmlns(:xlink)?="http://www\.w3\.org/[^"]*"', "", page.source)
         self.assertNotRegex(bare, r"(?i)https?:|//www|@import|\bsrc=")
@@ -305,7 +306,8 @@ class CompareRuns(unittest.TestCase):
     def test_a_cut_last_line_is_left_out_and_said(self):
         text = self.files[3].read_text()
         last = text.rstrip("\n").rfind("\n") + 1
-        for name, cut in [("run", text[:last + 100]), ("brace", text[:last + 1]), ("step", text[:text.find("\n", 900) + 40])]:
+        for name, cut in [("run", text[:last + 100]), ("brace", text[:last + 1]),
+                          ("step", text[:text.find("\n", 900) + 40])]:
             path = self.folder / f"{name}.jsonl"
             path.write_text(cut)
             whole = cut.count("\n")
@@ -323,9 +325,10 @@ class CompareRuns(unittest.TestCase):
         step, run = rows(self.files[0])[0], rows(self.files[0])[-1]
         good = json.dumps(step)
         cases = {
-            "empty": (b"", "is empty"), "blank": (b"\n \n", "is empty"), "cut": (b'{"kind":"st', "first line is cut off"),
+            "empty": (b"", "is empty"), "blank": (b"\n \n", "is empty"),
+            "cut": (b'{"kind":"st', "first line is cut off"), "png": (b"\x89PNG\r\n\x1a\n\xff", "not a text"),
             "list": (b"[1, 2]\n", "line 1"), "other": (b'{"epoch": 1, "loss": 2.0}\n', 'no row of --metrics'),
-            "words": (b"step 1 loss 2.3\nstep 2 loss 2.2\n", "line 1 is not JSON"), "png": (b"\x89PNG\r\n\x1a\n\xff", "not a text"),
+            "words": (b"step 1 loss 2.3\nstep 2 loss 2.2\n", "line 1 is not JSON"),
             "middle": (f"{good}\n{good[:40]}\n{good}\n".encode(), "line 2 is not JSON"), "number": (b"7\n", "line 1"),
             "deep": (b"[" * 100000 + b"\n", "line 1"), "kind": (b'{"kind": 3}\n', "line 1"),
             "no-ms": (json.dumps({**step, "ms": "fast"}).encode() + b"\n", '"ms"'),
@@ -347,7 +350,8 @@ class CompareRuns(unittest.TestCase):
 
     def test_rows_of_other_kinds_are_passed_over(self):
         lines = rows(self.files[0])
-        path = write_rows(self.folder / "more.jsonl", [{"kind": "sample", "watts": 300}, *lines[:-1], {"kind": "warning"}, lines[-1]])
+        path = write_rows(self.folder / "more.jsonl",
+                          [{"kind": "sample", "watts": 300}, *lines[:-1], {"kind": "warning"}, lines[-1]])
         _, table, _ = self.made(path)
         self.assertEqual(table[0]["step ms"], f"{lines[-1]['ms_median']:.2f}")
 
@@ -386,8 +390,8 @@ class CompareRuns(unittest.TestCase):
         reader, writer = os.pipe()
         os.close(reader)
         with contextlib.closing(os.fdopen(writer, "wb")) as pipe:
-            result = subprocess.run([sys.executable, str(SCRIPT), str(self.files[0]), "--out", str(self.out)], stdout=pipe,
-                                    stderr=subprocess.PIPE, text=True, timeout=60)
+            result = subprocess.run([sys.executable, str(SCRIPT), str(self.files[0]), "--out", str(self.out)],
+                                    stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
         self.assertNotIn("Traceback", result.stderr)
         self.assertNotIn("Exception", result.stderr)
 
