@@ -56,7 +56,7 @@ PtValue to_value(const TrainingState& training) {
                         {"data", {training.data}},
                         {"precision", {training.precision}},
                         {"bucket_order", {std::move(bucket_order)}},
-                        {"loss_scale", {training.loss_scale}},
+                        {"loss_scale", training.loss_scale ? PtValue{*training.loss_scale} : PtValue{}},
                         {"good_steps", {training.good_steps}},
                         {"rng_cpu", to_value(training.rng_cpu)},
                         {"rng_cuda", to_value(training.rng_cuda)}}};
@@ -112,9 +112,12 @@ TrainingState to_training(const PtValue& value) {
   for (const PtValue& name : entry(value, "bucket_order", "training").list("bucket_order")) {
     training.bucket_order.push_back(name.text("an entry of bucket_order"));
   }
-  training.loss_scale = entry(value, "loss_scale", "training").number("loss_scale");
-  if (!(training.loss_scale > 0.0 && std::isfinite(training.loss_scale))) {
-    throw RunError(fmt::format("damaged: loss_scale is {}", training.loss_scale));
+  const PtValue& scale = entry(value, "loss_scale", "training");
+  if (!scale.is_none()) {
+    training.loss_scale = scale.number("loss_scale");
+    if (!(*training.loss_scale > 0.0 && std::isfinite(*training.loss_scale))) {
+      throw RunError(fmt::format("damaged: loss_scale is {}", *training.loss_scale));
+    }
   }
   training.good_steps = non_negative(value, "good_steps");
   training.rng_cpu = to_random_state(value, "rng_cpu");

@@ -28,7 +28,7 @@ struct TrainingState {
   std::string data = "fresh";
   std::string precision = "fp32";
   std::vector<std::string> bucket_order;  ///< DDP: parameter names in the order in which gradients came; else empty
-  double loss_scale = 1.0;                ///< of the next step (loss_scaler.hpp)
+  std::optional<double> loss_scale;       ///< of the next step (loss_scaler.hpp); absent without one
   int64_t good_steps = 0;                 ///< steps without overflow since the scale last changed
   at::Tensor rng_cpu;                     ///< state of the default generators, so that dropout continues
   at::Tensor rng_cuda;                    ///< undefined on CPU

@@ -14,10 +14,8 @@
 namespace mgp {
 namespace {
 
-[[noreturn]] void refuse(const std::string& line) { throw UsageError(line); }
-
 void override_size(int64_t raw, const char* flag, int64_t& size) {
-  if (raw < 0) refuse(fmt::format("{} is {}: must be at least 1", flag, raw));
+  if (raw < 0) throw UsageError(fmt::format("{} is {}: must be at least 1", flag, raw));
   if (raw > 0) size = raw;
 }
 
@@ -25,23 +23,25 @@ void override_size(int64_t raw, const char* flag, int64_t& size) {
 
 void settle(Options& options, const Launch& launch) {
   if (!options.trainer.many_ranks && launch.world_size > 1) {
-    refuse(fmt::format("{} runs in one process, but {} started {} ranks: start it without a launcher",
-                       options.trainer.name, launch.launcher, launch.world_size));
+    throw UsageError(fmt::format("{} runs in one process, but {} started {} ranks: start it without a launcher",
+                                 options.trainer.name, launch.launcher, launch.world_size));
   }
   if (options.world == 0 || !options.predict) options.world = launch.world_size;
   if (options.world > 1 && !options.trainer.many_ranks) {
-    refuse(fmt::format("{} runs in one process: --world {} has no meaning here", options.trainer.name, options.world));
+    throw UsageError(
+        fmt::format("{} runs in one process: --world {} has no meaning here", options.trainer.name, options.world));
   }
   // A prediction is about GPUs, wherever it is made; everything else depends on what this machine has.
   options.cuda =
       options.device != "cpu" && (options.predict || options.device != "auto" || torch::cuda::is_available());
   if (options.preset.empty()) options.preset = options.cuda ? "base" : "tiny";
   if (!options.cuda && (options.precision == Precision::tf32 || options.precision == Precision::fp16)) {
-    refuse(fmt::format("--precision {} needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU",
-                       to_string(options.precision)));
+    throw UsageError(fmt::format("--precision {} needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU",
+                                 to_string(options.precision)));
   }
   if (options.low_weights() && !uses_autocast(options.precision) && !options.all_precisions) {
-    refuse(fmt::format("--weights low goes with --precision bf16 or fp16, not {}", to_string(options.precision)));
+    throw UsageError(
+        fmt::format("--weights low goes with --precision bf16 or fp16, not {}", to_string(options.precision)));
   }
   if (options.loss_scaling == "auto") options.loss_scaling = options.precision == Precision::fp16 ? "on" : "off";
 
@@ -68,7 +68,7 @@ void settle(Options& options, const Launch& launch) {
   }
   options.batch_size = slice_rows(options.global_batch_size, 0, ranks).size();  // the largest rank's rows
   if (options.global_batch_size < ranks * options.accumulate) {
-    refuse(fmt::format(
+    throw UsageError(fmt::format(
         "a global batch of {} rows cut over {} rank{} x --accumulate {} leaves a part empty: at least {} "
         "rows are needed (--global-batch-size or --batch-size)",
         options.global_batch_size, ranks, ranks == 1 ? "" : "s", options.accumulate, ranks * options.accumulate));
@@ -82,7 +82,7 @@ void settle(Options& options, const Launch& launch) {
   }
   if (options.resume && ::access(options.save->c_str(), F_OK) == 0) options.load = *options.save;
   if (!options.load.empty() && ::access(options.load.c_str(), R_OK) != 0) {
-    refuse(fmt::format("--load {}: {}", options.load, std::strerror(errno)));
+    throw UsageError(fmt::format("--load {}: {}", options.load, std::strerror(errno)));
   }
 }
 

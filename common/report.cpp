@@ -95,6 +95,12 @@ std::string memory_row(const Launch& launch, [[maybe_unused]] at::Device device)
   return fmt::format("{} {} {} {}", launch.rank, allocated, reserved, host_peak_bytes());
 }
 
+MemoryRow parse_memory_row(const std::string& text) {
+  MemoryRow row;
+  std::istringstream(text) >> row.rank >> row.peak_allocated >> row.peak_reserved >> row.host_peak;
+  return row;
+}
+
 void Report::begin(const Options& options, const Launch& launch, at::Device device,
                    const std::vector<DeviceFacts>& devices) {
   options_ = options;
@@ -253,11 +259,12 @@ nlohmann::json Report::run_object(const MemoryPrediction& predicted, const std::
                                 {"activations", predicted.activations},
                                 {"workspace", predicted.workspace},
                                 {"peak", predicted.peak()}};
-  for (const std::string& row : rank_memory) {
-    int64_t rank = 0, allocated = 0, reserved = 0, host = 0;
-    std::istringstream(row) >> rank >> allocated >> reserved >> host;
-    object["memory_measured"].push_back(
-        {{"rank", rank}, {"peak_allocated", allocated}, {"peak_reserved", reserved}, {"host_peak", host}});
+  for (const std::string& text : rank_memory) {
+    const MemoryRow row = parse_memory_row(text);
+    object["memory_measured"].push_back({{"rank", row.rank},
+                                         {"peak_allocated", row.peak_allocated},
+                                         {"peak_reserved", row.peak_reserved},
+                                         {"host_peak", row.host_peak}});
   }
   for (const LedgerRow& row : ledger) {
     object["ledger"].push_back({{"group", row.group},

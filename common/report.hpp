@@ -51,6 +51,12 @@ std::vector<std::vector<std::string>> to_rows(const std::vector<std::pair<std::s
 /// Measured memory of this rank as text for gather_text: "allocated reserved host" peak bytes.
 std::string memory_row(const Launch& launch, at::Device device);
 
+/// Such a row in numbers, bytes.
+struct MemoryRow {
+  int64_t rank = 0, peak_allocated = 0, peak_reserved = 0, host_peak = 0;
+};
+MemoryRow parse_memory_row(const std::string& text);
+
 class Report {
  public:
   void begin(const Options& options, const Launch& launch, at::Device device, const std::vector<DeviceFacts>& devices);

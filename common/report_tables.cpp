@@ -1,8 +1,6 @@
 // The tables at the end of a run: what was predicted beside what was measured.
 #include <fmt/format.h>
 
-#include <sstream>
-
 #include "common/report.hpp"
 #include "common/text.hpp"
 
@@ -41,8 +39,7 @@ std::string Report::memory_report(const MemoryPrediction& p, const std::vector<s
                       ratio_text(static_cast<double>(measured), static_cast<double>(predicted))});
       known += measured;
     }
-    int64_t rank = 0, allocated = 0, reserved = 0, host = 0;
-    std::istringstream(rank_rows.at(0)) >> rank >> allocated >> reserved >> host;
+    const int64_t allocated = parse_memory_row(rank_rows.at(0)).peak_allocated;
     const double rest = static_cast<double>(p.activations + p.gradients + p.workspace);
     rows.push_back({"activations, gradients, workspace", mib(rest), mib(static_cast<double>(allocated - known)),
                     ratio_text(static_cast<double>(allocated - known), rest)});
@@ -53,15 +50,14 @@ std::string Report::memory_report(const MemoryPrediction& p, const std::vector<s
   std::vector<std::vector<std::string>> ranks = {
       cuda_ ? std::vector<std::string>{"rank", "peak allocated MiB", "peak reserved MiB", "host peak MiB"}
             : std::vector<std::string>{"rank", "host peak MiB (program and libraries included)"}};
-  for (const std::string& row : rank_rows) {
-    int64_t rank = 0, allocated = 0, reserved = 0, host = 0;
-    std::istringstream(row) >> rank >> allocated >> reserved >> host;
-    ranks.push_back({std::to_string(rank)});
+  for (const std::string& text_row : rank_rows) {
+    const MemoryRow row = parse_memory_row(text_row);
+    ranks.push_back({std::to_string(row.rank)});
     if (cuda_) {
-      ranks.back().push_back(mib(static_cast<double>(allocated)));
-      ranks.back().push_back(mib(static_cast<double>(reserved)));
+      ranks.back().push_back(mib(static_cast<double>(row.peak_allocated)));
+      ranks.back().push_back(mib(static_cast<double>(row.peak_reserved)));
     }
-    ranks.back().push_back(mib(static_cast<double>(host)));
+    ranks.back().push_back(mib(static_cast<double>(row.host_peak)));
   }
   return text + table("peak memory by rank", ranks, true);
 }

@@ -99,7 +99,7 @@ std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
                                    file.training.step, s.options.steps));
     }
     restore(file, optimizer);
-    if (file.training.loss_scale != 1.0) scaler.restore(file.training.loss_scale, file.training.good_steps);
+    if (file.training.loss_scale) scaler.restore(*file.training.loss_scale, file.training.good_steps);
     restore_rng(file.training, s.device);
     s.loaded = file.training;
     if (file.training.step > 0 && s.options.data == "fresh" &&

@@ -3,7 +3,6 @@
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "common/error.hpp"
 #include "common/run_state.hpp"
@@ -26,7 +25,7 @@ void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const Lo
   training.data = options.data;
   training.precision = to_string(options.precision);
   training.bucket_order = bucket_order;
-  training.loss_scale = scaler.current_scale();
+  if (scaler.enabled()) training.loss_scale = scaler.current_scale();
   training.good_steps = scaler.good_steps();
   capture_rng(training, device);
   // The others wait in their next collective meanwhile: no deadline runs while a disk is slow.
@@ -90,9 +89,9 @@ void Run::training_ended(const NamedTensors& parameters) {
 
 RunNumbers Run::numbers() const {
   RunNumbers numbers = state_->report.numbers();
-  int64_t rank = 0;
-  std::istringstream(memory_row(state_->launch, state_->device)) >> rank >> numbers.peak_allocated >>
-      numbers.peak_reserved;
+  const MemoryRow memory = parse_memory_row(memory_row(state_->launch, state_->device));
+  numbers.peak_allocated = memory.peak_allocated;
+  numbers.peak_reserved = memory.peak_reserved;
   return numbers;
 }
 

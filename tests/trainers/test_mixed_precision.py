@@ -57,6 +57,11 @@ class LossScale(harness.TrainerTest):
         self.check_code(harness.run("train_single", args + [f / "half.pt", "--steps", "3"]), 0)
         self.check_code(harness.run("train_single", args + [f / "half.pt", "--steps", "6", "--resume"]), 0)
         self.assertEqual((f / "straight.pt").read_bytes(), (f / "half.pt").read_bytes())
+        # A scale that has fallen to 1 is a scale like any other.
+        one = TINY + ["--loss-scaling", "on", "--init-scale", "2", "--inject", "inf@0,2", "--save", f / "one.pt"]
+        self.check_code(harness.run("train_single", one + ["--steps", "3"]), 0)
+        self.check_code(harness.run("train_single", one + ["--steps", "5", "--resume", "--metrics", f / "one.jsonl"]), 0)
+        self.assertEqual([s["loss_scale"] for s in harness.metrics(f / "one.jsonl")[0]], [1.0, 1.0])
         scales = [s["loss_scale"] for s in harness.metrics(f / "a.jsonl")[0]]
         self.assertEqual(scales, [65536.0, 65536.0, 32768.0, 32768.0, 65536.0, 65536.0])
 
