@@ -81,6 +81,10 @@ const std::vector<int>& Communicator::members() const { return *impl_->facts.ran
 const std::vector<DeviceFacts>& Communicator::devices() const { return impl_->session->devices; }
 Ledger& Communicator::ledger() { return impl_->session->ledger; }
 Watchdog& Communicator::watchdog() { return *impl_->session->watchdog; }
+void Communicator::observe(std::function<void(const PastCall&)> observer) {
+  impl_->session->observer = std::move(observer);
+}
+
 void Communicator::set_debug(DebugLevel level) { impl_->session->options.debug = level; }
 void Communicator::progress() { impl_->progress(); }
 

@@ -15,6 +15,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -47,6 +48,22 @@ enum class DebugLevel { off, info, detail };
 struct CommOptions {
   std::chrono::seconds timeout{300};  ///< deadline of one collective; does not run while a rank sits in a debugger
   DebugLevel debug = DebugLevel::off;
+};
+
+/// A call that has passed, for --trace.
+struct PastCall {
+  std::string group;        ///< name of the communicator: a row of the trace
+  std::string description;  ///< "world all_reduce 'bucket 0' f32[262144]"
+  int64_t bytes = 0;        ///< payload
+  /// Of send and recv: between which ranks of the world, and which message between the two in this direction it is.
+  struct Message {
+    std::string group_id;  ///< unique in the run
+    int from = 0, to = 0;
+    int64_t number = 0;
+    bool sent = false;  ///< this rank is `from`
+  };
+  std::vector<Message> messages;
+  Moment began, ended;
 };
 
 /// A started operation.
@@ -129,6 +146,10 @@ class Communicator {
 
   /// Changes --debug for all communicators of this process. On all ranks alike, between calls.
   void set_debug(DebugLevel level);
+
+  /// `observer` is told of every call of all communicators of this process, once it has passed; in a CUDA graph when it is
+  /// captured. It runs inside the library: it must not make calls. Null ends it.
+  void observe(std::function<void(const PastCall&)> observer);
 
   Ledger& ledger();
   Watchdog& watchdog();

@@ -6,6 +6,7 @@
 
 #include "common/call_checks.hpp"
 #include "common/error.hpp"
+#include "common/nvtx.hpp"
 
 namespace mgp {
 
@@ -33,6 +34,7 @@ void Work::State::finish() {
   if (watch_id != 0) session->watchdog->finish_call(watch_id);
   calls.clear();
   if (captured) return;  // each replay takes its own time
+  show();
   // The calls of a group go out as one, so they share its time by their bytes.
   const double seconds = Moment::milliseconds(progress->began, progress->ended) / 1000.0;
   double bytes = 0.0;
@@ -42,6 +44,13 @@ void Work::State::finish() {
         bytes > 0.0 ? static_cast<double>(row.payload_bytes) / bytes : 1.0 / static_cast<double>(counted.size());
     session->ledger.add_time(group, row.call, row.purpose, seconds * share);
   }
+}
+
+void Work::State::show() const {
+  if (!session->observer) return;
+  PastCall call{group, description, 0, messages, progress->began, progress->ended};
+  for (const LedgerRow& row : counted) call.bytes += row.payload_bytes;
+  session->observer(call);
 }
 
 void Work::wait() {
@@ -103,7 +112,11 @@ Work Communicator::Impl::start(Call call) {
     watch(*state);
     state->open = false;
   }
-  wire->start(*state, call);
+  count_message(*state, call);
+  {
+    const NvtxRange range(state->description.c_str());
+    wire->start(*state, call);
+  }
   session->ledger.count(row.group, row.call, row.purpose, row.payload_bytes);
   if (alone) {
     wire->close(*state, /*group=*/false);
@@ -175,8 +188,20 @@ void Communicator::Impl::watch(Work::State& state) {
                                                  wire->begun_question(state.progress), std::move(party));
 }
 
+void Communicator::Impl::count_message(Work::State& state, const Call& call) {
+  if (is_collective(call)) return;
+  const int mine = (*facts.ranks)[static_cast<size_t>(facts.rank)];
+  const int peer = (*facts.ranks)[static_cast<size_t>(call.peer)];
+  const bool sent = call.kind == CallKind::send;
+  const std::pair<int, int> way = sent ? std::pair(mine, peer) : std::pair(peer, mine);
+  state.messages.push_back({facts.id, way.first, way.second, messages_[way]++, sent});
+}
+
 void Communicator::Impl::keep(const std::shared_ptr<Work::State>& state) {
-  if (state->captured) return;  // memory of a graph stays where it is
+  if (state->captured) {  // memory of a graph stays where it is, and each replay takes its own time
+    state->show();
+    return;
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   pending_.push_back(state);
 }

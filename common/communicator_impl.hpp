@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -43,9 +44,12 @@ struct Communicator::Impl {
   /// With --debug: logs the call, and compares it with the other ranks'.
   void debug(const Call& call);
   void watch(Work::State& state);
+  /// Which message between the two ranks it is, if it is one.
+  void count_message(Work::State& state, const Call& call);
   void keep(const std::shared_ptr<Work::State>& state);
 
   int64_t collectives_ = 0;
+  std::map<std::pair<int, int>, int64_t> messages_;  ///< so far, by (from, to)
   int64_t texts_ = 0;
   std::shared_ptr<Work::State> group_;  ///< null: no group is open
   std::mutex mutex_;                    ///< hooks may call from autograd's thread

@@ -1,6 +1,5 @@
 #include "common/device.hpp"
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <charconv>
@@ -9,8 +8,6 @@
 #include <map>
 
 #if MGP_WITH_CUDA
-#include <ATen/Context.h>
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
 #endif
@@ -19,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include "common/error.hpp"
+#include "common/nvml.hpp"
 
 namespace mgp {
 namespace {
@@ -63,27 +61,6 @@ std::string uuid_text(const cudaUUID_t& uuid) {
   return text;
 }
 
-/// The index under which nvidia-smi lists the GPU at `pci`, -1 if it cannot be found out. CUDA counts in an order of
-/// its own and only what is visible; the driver's management library (NVML) counts as nvidia-smi does. It comes with
-/// the driver, so it is opened at run time: the program must start without one.
-int physical_index(const std::string& pci) {
-  void* nvml = dlopen("libnvidia-ml.so.1", RTLD_LAZY | RTLD_LOCAL);
-  if (nvml == nullptr) return -1;
-  const auto init = reinterpret_cast<int (*)()>(dlsym(nvml, "nvmlInit_v2"));
-  const auto shutdown = reinterpret_cast<int (*)()>(dlsym(nvml, "nvmlShutdown"));
-  const auto find = reinterpret_cast<int (*)(const char*, void**)>(dlsym(nvml, "nvmlDeviceGetHandleByPciBusId_v2"));
-  const auto index_of = reinterpret_cast<int (*)(void*, unsigned int*)>(dlsym(nvml, "nvmlDeviceGetIndex"));
-  int result = -1;
-  if (init != nullptr && shutdown != nullptr && find != nullptr && index_of != nullptr && init() == 0) {
-    void* handle = nullptr;
-    unsigned int index = 0;
-    if (find(pci.c_str(), &handle) == 0 && index_of(handle, &index) == 0) result = static_cast<int>(index);
-    shutdown();
-  }
-  dlclose(nvml);
-  return result;
-}
-
 void describe_gpu(DeviceFacts& facts, int index) {
   const auto check = [](cudaError_t error, const char* call) {
     if (error != cudaSuccess) throw RunError(fmt::format("{}: {}", call, cudaGetErrorString(error)));
@@ -98,22 +75,13 @@ void describe_gpu(DeviceFacts& facts, int index) {
   facts.name = properties.name;
   facts.uuid = uuid_text(properties.uuid);
   facts.pci = pci;
-  facts.physical = physical_index(facts.pci);
+  if (const auto gpu = find_gpu(NvmlLibrary::open(), facts.uuid, facts.pci)) facts.physical = physical_index(*gpu);
   facts.total_bytes = static_cast<int64_t>(total_bytes);
   facts.free_bytes = static_cast<int64_t>(free_bytes);
 }
 #endif
 
 }  // namespace
-
-void release_cached_memory([[maybe_unused]] c10::Device device) {
-#if MGP_WITH_CUDA
-  if (!device.is_cuda()) return;
-  at::globalContext().lazyInitDevice(device.type());  // the allocator has no statistics before that
-  c10::cuda::CUDACachingAllocator::emptyCache();
-  c10::cuda::CUDACachingAllocator::resetPeakStats(device.index());
-#endif
-}
 
 c10::Device choose_device(const Launch& launch, const std::string& request, int visible) {
   if (request == "cpu") return c10::Device(c10::DeviceType::CPU);

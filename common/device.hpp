@@ -34,9 +34,6 @@ struct DeviceFacts {
 /// with both numbers when ranks exceed devices, or when CUDA was asked for and is not there.
 c10::Device claim_device(const Launch& launch, const std::string& request);
 
-/// Gives cached device memory back to the driver and forgets the allocator's peaks; nothing on a CPU.
-void release_cached_memory(c10::Device device);
-
 /// The choice alone, without touching CUDA. `visible` is the number of GPUs that this process sees, -1 when the build
 /// has no CUDA.
 c10::Device choose_device(const Launch& launch, const std::string& request, int visible);

@@ -29,6 +29,15 @@ void Ledger::count(const std::string& group, const std::string& call, Purpose pu
   row.payload_bytes += payload_bytes;
 }
 
+void Ledger::count_again(const std::vector<LedgerRow>& rows) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const LedgerRow& more : rows) {
+    LedgerRow& row = row_of(rows_, more.group, more.call, more.purpose);
+    row.calls += more.calls;
+    row.payload_bytes += more.payload_bytes;
+  }
+}
+
 void Ledger::add_time(const std::string& group, const std::string& call, Purpose purpose, double seconds) {
   std::lock_guard<std::mutex> lock(mutex_);
   row_of(rows_, group, call, purpose).seconds += seconds;
@@ -60,6 +69,20 @@ LedgerRow Ledger::total(const std::string& call, Purpose purpose) const {
 void Ledger::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   rows_.clear();
+}
+
+std::vector<LedgerRow> difference(const std::vector<LedgerRow>& now, const std::vector<LedgerRow>& before) {
+  std::vector<LedgerRow> result;
+  for (LedgerRow row : now) {
+    for (const LedgerRow& old : before) {
+      if (old.group != row.group || old.call != row.call || old.purpose != row.purpose) continue;
+      row.calls -= old.calls;
+      row.payload_bytes -= old.payload_bytes;
+    }
+    row.seconds = 0.0;
+    if (row.calls != 0) result.push_back(row);
+  }
+  return result;
 }
 
 }  // namespace mgp

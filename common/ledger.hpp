@@ -26,6 +26,9 @@ struct LedgerRow {
 class Ledger {
  public:
   void count(const std::string& group, const std::string& call, Purpose purpose, int64_t payload_bytes);
+  /// Counts calls and bytes of these rows once more: a CUDA graph makes the calls that it captured in every replay. Their
+  /// time is not known.
+  void count_again(const std::vector<LedgerRow>& rows);
   void add_time(const std::string& group, const std::string& call, Purpose purpose, double seconds);
   /// All rows since the start, ordered by group, call, purpose.
   std::vector<LedgerRow> rows() const;
@@ -37,5 +40,8 @@ class Ledger {
   mutable std::mutex mutex_;
   std::map<std::string, LedgerRow> rows_;
 };
+
+/// Calls and bytes that came between two readings of rows(); rows without a call are left out. Seconds are 0.
+std::vector<LedgerRow> difference(const std::vector<LedgerRow>& now, const std::vector<LedgerRow>& before);
 
 }  // namespace mgp

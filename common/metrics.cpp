@@ -41,6 +41,8 @@ void MetricsFile::step(const StepNumbers& n) {
                            {"ms", n.ms},
                            {"comm_calls", n.comm_calls},
                            {"comm_bytes", n.comm_bytes},
+                           {"allocated_bytes", n.allocated_bytes},
+                           {"resident_bytes", n.resident_bytes},
                            {"tokens_per_second", n.tokens_per_second},
                            {"tflops", n.tflops}};
   if (!std::isnan(n.exposed_ms)) {

@@ -25,6 +25,7 @@ struct ModelConfig {
   int64_t mlp_dim = 0;  ///< F
   int64_t classes = 0;
   double dropout = 0.0;
+  bool checkpoint_activations = false;  ///< keep only the input of each block and run it again in backward
 };
 
 /// Sizes of `tiny`, `small` or `base` (design: reference configuration). Throws UsageError on another name.

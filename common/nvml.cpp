@@ -44,6 +44,7 @@ NvmlFunctions nvml_functions(const std::function<void*(const char* name)>& symbo
   set(f.shutdown, {"nvmlShutdown"});
   set(f.find_by_uuid, {"nvmlDeviceGetHandleByUUID"});
   set(f.find_by_pci, {"nvmlDeviceGetHandleByPciBusId_v2"});
+  set(f.index, {"nvmlDeviceGetIndex"});
   set(f.utilization, {"nvmlDeviceGetUtilizationRates"});
   set(f.power, {"nvmlDeviceGetPowerUsage"});
   set(f.power_limit, {"nvmlDeviceGetEnforcedPowerLimit"});
@@ -155,6 +156,11 @@ std::optional<double> watts(const std::optional<unsigned int>& milliwatts) {
 }
 
 }  // namespace
+
+int physical_index(const NvmlGpu& gpu) {
+  const auto index = ask<unsigned int>(gpu.library->functions().index, gpu.device);
+  return index ? static_cast<int>(*index) : -1;
+}
 
 std::optional<GpuSample> sample_gpu(const NvmlGpu& gpu) {
   const NvmlFunctions& f = gpu.library->functions();

@@ -64,6 +64,7 @@ struct NvmlFunctions {
   int (*shutdown)() = nullptr;                                                     ///< nvmlShutdown
   int (*find_by_uuid)(const char* uuid, NvmlDevice*) = nullptr;                    ///< nvmlDeviceGetHandleByUUID
   int (*find_by_pci)(const char* bus_id, NvmlDevice*) = nullptr;                   ///< nvmlDeviceGetHandleByPciBusId_v2
+  int (*index)(NvmlDevice, unsigned int*) = nullptr;                               ///< nvmlDeviceGetIndex
   int (*utilization)(NvmlDevice, NvmlUtilization*) = nullptr;                      ///< nvmlDeviceGetUtilizationRates
   int (*power)(NvmlDevice, unsigned int* milliwatts) = nullptr;                    ///< nvmlDeviceGetPowerUsage
   int (*power_limit)(NvmlDevice, unsigned int* milliwatts) = nullptr;              ///< nvmlDeviceGetEnforcedPowerLimit
@@ -110,6 +111,10 @@ struct NvmlGpu {
 /// Nothing when NVML does not know it, or when `library` is null. A MIG slice is found by CUDA's uuid of it too.
 std::optional<NvmlGpu> find_gpu(const std::shared_ptr<const NvmlLibrary>& library, const std::string& uuid,
                                 const std::string& pci = "");
+
+/// The index under which nvidia-smi lists it, -1 if NVML does not say. CUDA counts in an order of its own, and only what is
+/// visible.
+int physical_index(const NvmlGpu& gpu);
 
 /// What NVML said at one moment; what it could not say is absent.
 struct GpuSample {

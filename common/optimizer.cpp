@@ -38,8 +38,21 @@ AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const 
   }
 }
 
-void AdamW::step(double lr, const at::Tensor& found_inf) {
+LearningRate::LearningRate(at::Device device, bool on_device) {
+  if (on_device) on_device_ = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
+}
+
+void LearningRate::set(double value) {
+  value_ = value;
+  if (on_device_.defined()) on_device_.fill_(value);
+}
+
+void AdamW::step(const LearningRate& lr, const at::Tensor& found_inf) {
   const at::NoGradGuard no_grad;
+  // The kernel reads a learning rate on the device as fp32. Rounded here too, a step is the same bits either way.
+  const bool is_double = masters_.front().second.scalar_type() == at::kDouble;
+  const double number = is_double ? lr.value() : static_cast<float>(lr.value());
+  const std::optional<at::Tensor> skip = found_inf.defined() ? std::optional<at::Tensor>(found_inf) : std::nullopt;
   for (Group& group : groups_) {
     std::vector<at::Tensor> gradients;
     gradients.reserve(group.parameters.size());
@@ -48,10 +61,12 @@ void AdamW::step(double lr, const at::Tensor& found_inf) {
       gradients.push_back(gradient.defined() ? gradient : at::zeros_like(group.masters[i]));
     }
     at::_foreach_add_(group.steps, 1);  // the kernel reads the count of the step it makes
-    at::_fused_adamw_(group.masters, gradients, group.exp_avg, group.exp_avg_sq, /*max_exp_avg_sqs=*/{}, group.steps,
-                      lr, options_.beta1, options_.beta2, group.weight_decay, options_.eps, /*amsgrad=*/false,
-                      /*maximize=*/false, /*grad_scale=*/{},
-                      found_inf.defined() ? std::optional<at::Tensor>(found_inf) : std::nullopt);
+    const auto adamw = [&](const auto& rate) {
+      at::_fused_adamw_(group.masters, gradients, group.exp_avg, group.exp_avg_sq, /*max_exp_avg_sqs=*/{}, group.steps,
+                        rate, options_.beta1, options_.beta2, group.weight_decay, options_.eps, /*amsgrad=*/false,
+                        /*maximize=*/false, /*grad_scale=*/{}, skip);
+    };
+    lr.on_device().defined() ? adamw(lr.on_device()) : adamw(number);
     // A skipped step does not count: bias correction would be wrong from then on.
     if (found_inf.defined()) {
       at::_foreach_sub_(group.steps, std::vector<at::Tensor>(group.steps.size(), found_inf));

@@ -15,6 +15,22 @@ struct AdamWOptions {
   double weight_decay = 0.01;
 };
 
+/// The learning rate of a step: a number, or a number on the device. A CUDA graph repeats the launches that it captured with
+/// the numbers that they had then; what stands on the device it reads anew in each replay.
+class LearningRate {
+ public:
+  LearningRate(double value) : value_(value) {}  // NOLINT: a plain number is a learning rate
+  LearningRate(at::Device device, bool on_device);
+  /// The rate of the steps from now on; never waits for the device.
+  void set(double value);
+  double value() const { return value_; }
+  const at::Tensor& on_device() const { return on_device_; }  ///< fp32, []; undefined: the number is all
+
+ private:
+  double value_ = 0.0;
+  at::Tensor on_device_;
+};
+
 /// AdamW (Loshchilov, Hutter, arXiv 1711.05101) over at::_fused_adamw_: one multi-tensor kernel per group and chunk
 /// instead of about ten kernels per parameter. Two groups: with weight decay (has_weight_decay) and without.
 class AdamW {
@@ -26,10 +42,10 @@ class AdamW {
   /// than 1/256 of it would be lost. Gradients must be in the masters' dtype (widen_gradients, or DDP's buckets).
   AdamW(const NamedTensors& parameters, const NamedTensors& masters, const AdamWOptions& options);
 
-  /// One step with learning rate `lr`, from the gradients in `.grad()`. A parameter without a gradient is stepped with
+  /// One step with learning rate `lr` (rounded to fp32, but not in fp64), from the gradients in `.grad()`. A parameter without a gradient is stepped with
   /// zeros, so that all trainers agree on what an unused parameter means. `found_inf` (LossScaler; may be undefined): if
   /// it holds 1 on the device nothing changes, step counts included, and the host never knows.
-  void step(double lr, const at::Tensor& found_inf = {});
+  void step(const LearningRate& lr, const at::Tensor& found_inf = {});
 
   /// Drops all gradients (undefined, not zero): backward then stores fresh ones instead of adding.
   void zero_grad();

@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 
 #include "common/error.hpp"
 #include "common/text.hpp"
@@ -15,7 +16,7 @@ namespace {
 
 /// Texts that need a second look after parsing; the rest goes straight into Options.
 struct RawOptions {
-  std::string precision, debug, lr_schedule = "constant", save;
+  std::string precision, debug, lr_schedule = "constant", save, pace;
   std::vector<std::string> inject;
   int64_t vocab_size = 0, seq_len = 0, dim = 0, heads = 0, layers = 0, mlp_dim = 0, classes = 0;
   bool help = false, help_all = false;
@@ -69,6 +70,14 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
   app.add_option("--init-scale", o.scaler.initial_scale, "loss scale of the first step (65536)")->group(more);
   app.add_option("--scale-growth-interval", o.scaler.growth_interval, "good steps after which it doubles (2000)")
       ->group(more);
+  app.add_option("--cuda-graph", o.cuda_graph_flag,
+                 "off, or on: capture a whole step and replay it, the host launches nothing (off)")
+      ->group(more);
+  app.add_flag("--fast", o.fast, "--weights low and --cuda-graph on, where precision and device allow them")
+      ->group(more);
+  app.add_flag("--checkpoint-activations", o.model.checkpoint_activations,
+               "keep only the input of each block, and run it again in backward: less memory, more time")
+      ->group(more);
   app.add_option("--global-batch-size", o.global_batch_size, "rows of the whole step, cut over the ranks")->group(more);
   app.add_flag("--deterministic", o.deterministic, "the same bits in each run: algorithms and attention pinned")
       ->group(more);
@@ -88,6 +97,17 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
                  "write the first step's gradients before clipping [FILE.safetensors]")
       ->group(more);
   app.add_option("--metrics", o.metrics, "write one JSON object per step and one for the run [FILE.jsonl]")
+      ->group(more);
+  app.add_option("--trace", o.trace, "write what all ranks did when, for Chrome or ui.perfetto.dev [FILE.json]")
+      ->group(more);
+  app.add_option("--profile", o.profile, "write LibTorch's own profile of three steps after the warm-up [FILE.json]")
+      ->group(more);
+  app.add_option("--pace", raw.pace,
+                 fmt::format("halt all ranks after phases, to be watched: PHASES[=SECONDS|=key], for example "
+                             "forward,step=5; phases: init, {}, step",
+                             fmt::join(o.trainer.phases, ", ")))
+      ->group(more);
+  app.add_flag("--log-gpu", o.log_gpu, "utilization, power and clock of rank 0's GPU in the progress line")
       ->group(more);
   app.add_option("--world", o.world, "ranks to predict for, with --predict")->group(more);
   app.add_option("--debug", raw.debug, "off, info (log each collective) or detail (prove that all ranks agree first)")
@@ -127,6 +147,37 @@ Injection parse_injection(const std::string& text) {
   injection.rank = rank;
   injection.step = step;
   return injection;
+}
+
+/// "forward,step=5", "init=key".
+Pace parse_pace(const std::string& text, const TrainerInfo& trainer) {
+  Pace pace;
+  const size_t equals = text.find('=');
+  const std::string how = equals == std::string::npos ? "" : text.substr(equals + 1);
+  std::istringstream names(text.substr(0, equals));
+  std::vector<std::string> known = trainer.phases;
+  known.insert(known.begin(), "init");
+  known.push_back("step");
+  for (std::string name; std::getline(names, name, ',');) {
+    one_of("a phase of --pace", name, known);
+    pace.phases.push_back(name);
+  }
+  if (pace.phases.empty()) refuse(fmt::format("--pace is '{}': write PHASES[=SECONDS|=key]", text));
+  if (equals == std::string::npos) return pace;
+  if (how == "key") {
+    pace.key = true;
+    return pace;
+  }
+  size_t used = 0;
+  try {
+    pace.seconds = std::stod(how, &used);
+  } catch (const std::exception&) {
+    used = 0;
+  }
+  if (used == 0 || used != how.size() || !(pace.seconds >= 0.0 && pace.seconds <= 86400.0)) {
+    refuse(fmt::format("--pace is '{}': after '=' stands 'key' or the seconds of a halt, 0 to 86400", text));
+  }
+  return pace;
 }
 
 DebugLevel parse_debug(std::string text) {
@@ -191,7 +242,8 @@ void check_values(const Options& o) {
   if (!o.preset.empty()) one_of("--preset", o.preset, {"tiny", "small", "base"});
   one_of("--model", o.model_kind, {"classifier", "mlp"});
   one_of("--data", o.data, {"fresh", "repeat"});
-  one_of("--weights", o.weights, {"autocast", "low"});
+  if (!o.weights.empty()) one_of("--weights", o.weights, {"autocast", "low"});
+  if (!o.cuda_graph_flag.empty()) one_of("--cuda-graph", o.cuda_graph_flag, {"off", "on"});
   one_of("--loss-scaling", o.loss_scaling, {"auto", "on", "off"});
   at_least<int64_t>("--scale-growth-interval", o.scaler.growth_interval, 1);
   if (!(o.scaler.initial_scale > 0.0 && o.scaler.initial_scale <= 0x1p100)) {
@@ -279,6 +331,7 @@ void parse_options(int argc, char** argv, const TrainerInfo& trainer, Options& o
   if (app.get_option("--save")->count() > 0) {
     options.save = raw.save.empty() ? trainer.pattern + "_tiny_transformer_full_state.pt" : raw.save;
   }
+  if (app.get_option("--pace")->count() > 0) options.pace = parse_pace(raw.pace, trainer);
   keep_overrides(raw, app, options.model);
   check_values(options);
 }

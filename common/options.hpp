@@ -30,6 +30,15 @@ struct TrainerInfo {
   /// Ranks that cut the global batch between them; false for a trainer that runs in one process.
   bool many_ranks = true;
   bool compares_precisions = false;  ///< takes --precision all, and does so by default
+  /// What run.phase() is called with in a step, in order: where --pace can halt, beside init and step.
+  std::vector<std::string> phases = {"data", "forward", "backward", "optimizer"};
+};
+
+/// --pace: where all ranks halt together, and for how long.
+struct Pace {
+  std::vector<std::string> phases;  ///< "init", "step", or of TrainerInfo::phases; empty: no halts
+  double seconds = 5.0;
+  bool key = false;  ///< until Enter is pressed in rank 0's terminal, instead of `seconds`
 };
 
 /// A fault on purpose, for tests: `--inject exit@1,5` ends rank 1 in step 5. Kinds: exit, throw, segv, stall, and inf,
@@ -67,10 +76,13 @@ struct Options {
   bool cuda = false;  ///< after settle(): the ranks run on GPUs
   Precision precision = Precision::fp32;
   bool all_precisions = false;        ///< --precision all: `precision` is only the first
-  std::string weights = "autocast";   ///< autocast: fp32 weights, cast where they are used; low: see low_weights()
+  std::string weights;                ///< autocast: fp32 weights, cast where they are used; low: see low_weights()
   std::string loss_scaling = "auto";  ///< after settle(): on or off
   LossScaleOptions scaler;
   bool deterministic = false;
+  bool fast = false;  ///< low weights and a CUDA graph where they are possible and not set by flags of their own
+  std::string cuda_graph_flag;  ///< as given: "", off or on
+  bool cuda_graph = false;      ///< after settle(): a step is captured and replayed (step_graph.hpp)
   // optimizer
   double clip_norm = 1.0;
   AdamWOptions adamw;
@@ -81,7 +93,9 @@ struct Options {
   int64_t save_every = 0;
   std::string load;
   bool resume = false;
-  std::string dump_batches, dump_gradients, metrics;
+  std::string dump_batches, dump_gradients, metrics, trace, profile;
+  bool log_gpu = false;  ///< NVML's last sample in the progress line
+  Pace pace;
   bool predict = false;
   int world = 0;  ///< --world for --predict; after settle() the number of ranks
   DebugLevel debug = DebugLevel::off;

@@ -1,9 +1,11 @@
 // What the command line leaves open and the machine decides: preset, batch sizes, ranks; and the settings table.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/cuda.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 
 #include "common/atomic_file.hpp"
@@ -17,6 +19,36 @@ namespace {
 void override_size(int64_t raw, const char* flag, int64_t& size) {
   if (raw < 0) throw UsageError(fmt::format("{} is {}: must be at least 1", flag, raw));
   if (raw > 0) size = raw;
+}
+
+/// Decides on the CUDA graph. What a graph cannot do is refused with the reason.
+void settle_cuda_graph(Options& o) {
+  o.cuda_graph =
+      o.cuda_graph_flag == "on" || (o.fast && o.cuda_graph_flag.empty() && o.cuda && o.precision != Precision::fp64);
+  if (!o.cuda_graph) return;
+  const auto refuse = [&](const std::string& reason) {
+    throw UsageError(fmt::format(
+        "{}: {}", o.cuda_graph_flag.empty() ? "--fast, which means --cuda-graph on" : "--cuda-graph on", reason));
+  };
+  if (!o.cuda) refuse("needs a GPU, and this run is on the CPU (--device)");
+  if (o.precision == Precision::fp64) {
+    refuse("the learning rate of a graph is an fp32 number, which --precision fp64 would be compared with; choose one");
+  }
+  if (o.debug == DebugLevel::detail) {
+    refuse("--debug detail compares each collective on the host, and a replay has no host; add --cuda-graph off");
+  }
+  if (!o.pace.phases.empty()) refuse("--pace halts between phases, and a replay has none; add --cuda-graph off");
+  if (o.model.checkpoint_activations && o.dropout > 0) {
+    refuse("--checkpoint-activations with --dropout sets the random state on the host; add --cuda-graph off");
+  }
+  for (const Injection& fault : o.inject) {
+    if (fault.kind == "inf")
+      refuse("--inject inf changes the loss of one step, and a replay repeats them all; leave one out");
+  }
+  const char* blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
+  if (blocking != nullptr && std::string(blocking) == "1") {
+    refuse("CUDA_LAUNCH_BLOCKING=1 waits after each launch, which a capture forbids; unset it or add --cuda-graph off");
+  }
 }
 
 }  // namespace
@@ -39,6 +71,7 @@ void settle(Options& options, const Launch& launch) {
     throw UsageError(fmt::format("--precision {} needs a GPU with tensor cores: choose fp32, bf16 or fp64 on a CPU",
                                  to_string(options.precision)));
   }
+  if (options.weights.empty()) options.weights = options.fast && uses_autocast(options.precision) ? "low" : "autocast";
   if (options.low_weights() && !uses_autocast(options.precision) && !options.all_precisions) {
     throw UsageError(
         fmt::format("--weights low goes with --precision bf16 or fp16, not {}", to_string(options.precision)));
@@ -55,11 +88,13 @@ void settle(Options& options, const Launch& launch) {
   override_size(given.mlp_dim, "--mlp-dim", options.model.mlp_dim);
   override_size(given.classes, "--classes", options.model.classes);
   options.model.dropout = options.dropout;
+  options.model.checkpoint_activations = given.checkpoint_activations;
   check_config(options.model);
 
   if (options.lr.lr == kPresetLr) {
     options.lr.lr = options.preset == "base" ? 3e-4 : options.preset == "small" ? 5e-4 : 1e-3;
   }
+  settle_cuda_graph(options);
   const int64_t ranks = options.world;
   if (options.global_batch_size == 0) {
     if (options.batch_size == 0)
@@ -76,6 +111,8 @@ void settle(Options& options, const Launch& launch) {
 
   for (const auto& [flag, path] : {std::pair<const char*, std::string>{"--save", options.save.value_or("")},
                                    {"--metrics", options.metrics},
+                                   {"--trace", options.trace},
+                                   {"--profile", options.profile},
                                    {"--dump-batches", options.dump_batches},
                                    {"--dump-gradients", options.dump_gradients}}) {
     if (!path.empty() && launch.rank == 0) check_writable(path, flag);
@@ -110,6 +147,8 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
                                 o.lr.kind == LrSchedule::Kind::cosine ? "cosine" : "constant", o.lr.warmup,
                                 o.adamw.weight_decay, o.clip_norm)},
       {"dropout", fmt::format("{}", o.dropout)},
+      {"activations", o.model.checkpoint_activations ? "only block inputs kept, the rest computed again" : "kept"},
+      {"CUDA graph", o.cuda_graph ? "steps 1 to 3 eager, the 4th captured, then replayed" : "off"},
       {"deterministic", o.deterministic ? "yes" : "no"},
       {"steps", fmt::format("to {}{}, {} left out of the timings, a line every {}", o.steps,
                             o.min_seconds > 0 ? fmt::format(" and on until {} s have passed", o.min_seconds) : "",
@@ -119,6 +158,12 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
   if (o.save)
     rows.emplace_back("save", *o.save + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
   if (!o.metrics.empty()) rows.emplace_back("metrics", o.metrics);
+  if (!o.trace.empty()) rows.emplace_back("trace", o.trace);
+  if (!o.profile.empty()) rows.emplace_back("profile", o.profile);
+  if (!o.pace.phases.empty()) {
+    rows.emplace_back("pace", fmt::format("halts after {}, {}", fmt::join(o.pace.phases, ", "),
+                                          o.pace.key ? "until Enter is pressed" : fmt::format("{} s", o.pace.seconds)));
+  }
   rows.emplace_back("communication", fmt::format("deadline {} s, debug {}", o.comm_timeout,
                                                  o.debug == DebugLevel::off    ? "off"
                                                  : o.debug == DebugLevel::info ? "info"

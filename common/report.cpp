@@ -9,11 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "common/device_memory.hpp"
 #include "common/text.hpp"
-
-#if MGP_WITH_CUDA
-#include <c10/cuda/CUDACachingAllocator.h>
-#endif
 
 namespace mgp {
 namespace {
@@ -30,21 +27,6 @@ int64_t host_peak_bytes() {
     }
   }
   return 0;
-}
-
-std::vector<LedgerRow> difference(const std::vector<LedgerRow>& now, const std::vector<LedgerRow>& before) {
-  std::vector<LedgerRow> result;
-  for (LedgerRow row : now) {
-    if (row.purpose != Purpose::training) continue;
-    for (const LedgerRow& old : before) {
-      if (old.group == row.group && old.call == row.call && old.purpose == row.purpose) {
-        row.calls -= old.calls;
-        row.payload_bytes -= old.payload_bytes;
-      }
-    }
-    if (row.calls != 0) result.push_back(row);
-  }
-  return result;
 }
 
 }  // namespace
@@ -83,16 +65,9 @@ std::string environment_report(const Launch& launch) {
   return text;
 }
 
-std::string memory_row(const Launch& launch, [[maybe_unused]] at::Device device) {
-  int64_t allocated = 0, reserved = 0;
-#if MGP_WITH_CUDA
-  if (device.is_cuda()) {
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
-    allocated = stats.allocated_bytes[0].peak;
-    reserved = stats.reserved_bytes[0].peak;
-  }
-#endif
-  return fmt::format("{} {} {} {}", launch.rank, allocated, reserved, host_peak_bytes());
+std::string memory_row(const Launch& launch, at::Device device) {
+  const DeviceMemory memory = device_memory(device);
+  return fmt::format("{} {} {} {}", launch.rank, memory.peak_allocated, memory.peak_reserved, host_peak_bytes());
 }
 
 MemoryRow parse_memory_row(const std::string& text) {
@@ -119,6 +94,8 @@ StepNumbers Report::read(const PendingStep& p, double loss, double norm, double 
   n.learning_rate = p.learning_rate;
   n.loss_scale = loss_scale;
   n.skipped = skipped;
+  n.allocated_bytes = p.allocated_bytes;
+  n.resident_bytes = p.resident_bytes;
   n.ms = Moment::milliseconds(p.began, p.ended);
   if (p.times.wait_ended.valid()) {
     n.exposed_ms = std::max(0.0, Moment::milliseconds(p.times.wait_began, p.times.wait_ended));
@@ -126,12 +103,14 @@ StepNumbers Report::read(const PendingStep& p, double loss, double norm, double 
     tail_label_ = p.times.last_label;
     tail_bytes_ = p.times.last_bytes;
   }
-  const std::vector<LedgerRow> calls = difference(p.ledger, previous_ledger_);
-  previous_ledger_ = p.ledger;
-  for (const LedgerRow& row : calls) {
+  std::vector<LedgerRow> calls;
+  for (const LedgerRow& row : difference(p.ledger, previous_ledger_)) {
+    if (row.purpose != Purpose::training) continue;
     n.comm_calls += row.calls;
     n.comm_bytes += row.payload_bytes;
+    calls.push_back(row);
   }
+  previous_ledger_ = p.ledger;
   step_ledgers_.push_back(calls);
   const double seconds = n.ms / 1000.0;
   if (seconds > 0) {
@@ -159,7 +138,7 @@ double Report::median(Member member) const {
   return values.size() % 2 == 1 ? values[middle] : 0.5 * (values[middle - 1] + values[middle]);
 }
 
-std::string Report::progress_line() const {
+std::string Report::progress_line(const std::string& more) const {
   const double step_ms = median(&StepNumbers::ms);
   std::string line =
       fmt::format("step {:>5}/{}  loss {:.6f}  grad norm {:.4f}  lr {:.2e}  {:.2f} ms  {} tokens/s  {:.2f} TFLOP/s",
@@ -170,9 +149,9 @@ std::string Report::progress_line() const {
   }
   if (!std::isnan(last_.mfu)) line += fmt::format("  MFU {:.1f}%", 100.0 * last_.mfu);
   if (!std::isnan(last_.exposed_ms)) line += fmt::format("  exposed {:.2f} ms", last_.exposed_ms);
-  line += fmt::format(
-      "  ETA {}\n",
-      human_seconds(static_cast<double>(std::max<int64_t>(options_.steps - last_.step, 0)) * step_ms / 1000.0));
+  line += more + fmt::format("  ETA {}\n",
+                             human_seconds(static_cast<double>(std::max<int64_t>(options_.steps - last_.step, 0)) *
+                                           step_ms / 1000.0));
   return line;
 }
 
@@ -229,7 +208,10 @@ std::string Report::summary() const {
   return text;
 }
 
-nlohmann::json Report::run_object(const MemoryPrediction& predicted, const std::vector<std::string>& rank_memory,
+nlohmann::json Report::run_object(const MemoryPrediction& predicted,
+                                  const std::vector<std::pair<std::string, int64_t>>& measured_kinds,
+                                  const std::vector<std::string>& rank_memory,
+                                  const std::vector<std::string>& rank_gpus,
                                   const std::vector<LedgerRow>& ledger) const {
   using nlohmann::json;
   json object = {{"kind", "run"}, {"schema", 1}, {"trainer", options_.trainer.name}, {"command", options_.command}};
@@ -265,6 +247,22 @@ nlohmann::json Report::run_object(const MemoryPrediction& predicted, const std::
                                          {"peak_allocated", row.peak_allocated},
                                          {"peak_reserved", row.peak_reserved},
                                          {"host_peak", row.host_peak}});
+  }
+  // Only what the allocator has seen can be measured. Gradients, activations and workspace come and go together: "rest".
+  if (cuda_ && !rank_memory.empty()) {
+    json kinds = json::object();
+    int64_t rest = parse_memory_row(rank_memory.front()).peak_allocated;
+    for (const auto& [kind, bytes] : measured_kinds) {
+      std::string key = kind;
+      std::replace(key.begin(), key.end(), ' ', '_');
+      kinds[key] = bytes;
+      rest -= bytes;
+    }
+    kinds["rest"] = rest;
+    object["memory_measured_by_kind"] = std::move(kinds);
+  }
+  for (const std::string& text : rank_gpus) {
+    if (cuda_) object["gpu"].push_back(json::parse(text));
   }
   for (const LedgerRow& row : ledger) {
     object["ledger"].push_back({{"group", row.group},

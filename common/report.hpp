@@ -23,6 +23,7 @@ struct PendingStep {
   Moment began, ended;
   StepTimes times;
   std::vector<LedgerRow> ledger;  ///< since the start, after this step
+  int64_t allocated_bytes = 0, resident_bytes = 0;
 };
 
 /// The same step in numbers.
@@ -31,13 +32,15 @@ struct StepNumbers {
   double loss = 0;       ///< mean over the rows of the global batch
   double grad_norm = 0;  ///< before clipping
   double learning_rate = 0;
-  double loss_scale = NAN;  ///< NaN: none
-  bool skipped = false;     ///< a gradient was inf or NaN: nothing was changed
-  double ms = 0;            ///< step time on this rank's device
-  double exposed_ms = NAN;  ///< the compute stream waited for communication; NaN: not measured
-  double lead_ms = NAN;     ///< from the begin of the first collective to the end of backward: > 0 means overlap
-  int64_t comm_calls = 0;   ///< training collectives of this step
-  int64_t comm_bytes = 0;   ///< their payload
+  double loss_scale = NAN;      ///< NaN: none
+  bool skipped = false;         ///< a gradient was inf or NaN: nothing was changed
+  double ms = 0;                ///< step time on this rank's device
+  double exposed_ms = NAN;      ///< the compute stream waited for communication; NaN: not measured
+  double lead_ms = NAN;         ///< from the begin of the first collective to the end of backward: > 0 means overlap
+  int64_t comm_calls = 0;       ///< training collectives of this step
+  int64_t comm_bytes = 0;       ///< their payload
+  int64_t allocated_bytes = 0;  ///< in tensors on the device when the host had queued the step; 0 on a CPU
+  int64_t resident_bytes = 0;   ///< host memory of rank 0's process then
   double tokens_per_second = 0;
   double tflops = 0;  ///< per rank
   double mfu = NAN;   ///< share of the device's peak; NaN: peak not known
@@ -64,8 +67,9 @@ class Report {
   /// Turns a finished step into numbers and adds it to the statistics.
   StepNumbers read(const PendingStep& pending, double loss, double norm, double loss_scale, bool skipped);
 
-  /// step, loss over the whole global batch, gradient norm, lr, ms, tokens/s, TFLOP/s and MFU where known, ETA.
-  std::string progress_line() const;
+  /// step, loss over the whole global batch, gradient norm, lr, ms, tokens/s, TFLOP/s and MFU where known, ETA; `more` stands
+  /// before it.
+  std::string progress_line(const std::string& more = "") const;
 
   int64_t last_step() const { return last_.step; }
   void set_parameter_hash(uint64_t hash, bool ranks_equal) {
@@ -83,7 +87,11 @@ class Report {
   RunNumbers numbers() const;
   /// Step time (median, spread), throughput, exposed communication, hash.
   std::string summary() const;
-  nlohmann::json run_object(const MemoryPrediction& predicted, const std::vector<std::string>& rank_memory,
+  /// The last line of --metrics, see notes/records.md. `measured_kinds` of rank 0; `rank_memory`: a memory_row of each rank;
+  /// `rank_gpus`: serialize(GpuSummary) of each.
+  nlohmann::json run_object(const MemoryPrediction& predicted,
+                            const std::vector<std::pair<std::string, int64_t>>& measured_kinds,
+                            const std::vector<std::string>& rank_memory, const std::vector<std::string>& rank_gpus,
                             const std::vector<LedgerRow>& ledger) const;
 
  private:

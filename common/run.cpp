@@ -1,5 +1,4 @@
 // The run's banner, position and loop; run_finish.cpp holds its checkpoints and its end.
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <unistd.h>
@@ -12,16 +11,13 @@
 
 #include "common/counter_random.hpp"
 #include "common/device.hpp"
+#include "common/device_memory.hpp"
 #include "common/error.hpp"
+#include "common/nvtx.hpp"
 #include "common/run_state.hpp"
 #include "common/safetensors.hpp"
 #include "common/text.hpp"
 #include "common/watchdog.hpp"
-
-#if MGP_WITH_CUDA
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <cuda_runtime_api.h>
-#endif
 
 namespace mgp {
 namespace {
@@ -31,16 +27,6 @@ std::atomic<int> stop_signals{0};
 
 void on_stop_signal(int signal_number) {
   if (stop_signals.fetch_add(1) > 0) _exit(128 + signal_number);
-}
-
-int64_t allocated_bytes([[maybe_unused]] at::Device device) {
-#if MGP_WITH_CUDA
-  if (device.is_cuda()) {
-    at::globalContext().lazyInitDevice(device.type());  // the allocator has no statistics before that
-    return c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[0].current;
-  }
-#endif
-  return 0;
 }
 
 }  // namespace
@@ -64,12 +50,17 @@ Run::Run(const Options& options, const Launch& launch, at::Device device, Commun
   if (!options.metrics.empty() && launch.rank == 0) {
     s.metrics = std::make_unique<MetricsFile>(options.metrics, /*append=*/!options.load.empty());
   }
-  s.memory_mark = allocated_bytes(device);
+  s.memory_mark = device_memory(device).allocated;
+  const DeviceFacts& mine = s.devices[world != nullptr ? static_cast<size_t>(launch.rank) : 0];
+  s.gpu = std::make_unique<NvmlSampler>(mine.uuid, mine.pci);
+  s.begin_watching();
   s.report.begin(options, launch, device, s.devices);
   s.started = std::chrono::steady_clock::now();  // --min-seconds is about training, not about meeting the others
 }
 
-Run::~Run() = default;
+Run::~Run() {
+  if (state_->trace && state_->world != nullptr) state_->world->observe(nullptr);
+}
 
 void Run::State::refuse_if_too_large(const MemoryPattern& pattern) const {
   // Judged over the facts of all ranks, so that all ranks come to the same answer.
@@ -125,7 +116,7 @@ double Run::learning_rate(int64_t step) const { return state_->options.lr.at(ste
 
 void Run::measure_memory(const std::string& kind) {
   State& s = *state_;
-  const int64_t now = allocated_bytes(s.device);
+  const int64_t now = device_memory(s.device).allocated;
   s.measured_memory.emplace_back(kind, now - s.memory_mark);
   s.memory_mark = now;
 }
@@ -144,8 +135,15 @@ void Run::State::inject(int64_t step) const {
   }
 }
 
+bool Run::State::stop_asked() const { return stop_signals.load() > 0; }
+
 void Run::before_step(int64_t step) {
   State& s = *state_;
+  s.end_phase();  // init, or what came between two steps
+  s.current_step = step;
+  if (step == first_step()) s.gpu->start();  // its means are about training, not about getting ready
+  if (!s.options.profile.empty() && step == first_step() + s.options.warmup_steps) s.start_profile();
+  nvtx_push(fmt::format("step {}", step).c_str());
   if (s.world != nullptr) s.world->watchdog().set_step(step);
   s.inject(step);
   // Dropout masks are a function of (seed, step, rank): a resumed run draws the same ones.
@@ -183,21 +181,36 @@ void Run::gradients_ready(int64_t step, const NamedTensors& parameters) {
 void Run::after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor& norm, const LossScaler& scaler,
                      const StepTimes* times) {
   State& s = *state_;
+  s.end_phase();
+  nvtx_pop();
   PendingStep pending;
   pending.step = step;
   pending.loss = loss_sum.detach();
   pending.norm = norm.detach();
   pending.scale = scaler.numbers();
+  if (s.options.cuda_graph) {  // the next replay writes into the same tensors
+    for (at::Tensor* number : {&pending.loss, &pending.norm, &pending.scale}) {
+      if (number->defined()) *number = number->clone();
+    }
+  }
   pending.learning_rate = learning_rate(step);
   pending.began = s.step_began;
   pending.ended = Moment::record(s.device);
   if (times != nullptr) pending.times = *times;
+  pending.allocated_bytes = device_memory(s.device).allocated;
+  pending.resident_bytes = resident_bytes();
+  if (s.trace) s.trace->span("step", fmt::format("step {}", step), pending.began, pending.ended);
   if (s.world != nullptr) pending.ledger = s.world->ledger().rows();
   s.step_began = pending.ended;
   s.pending.push_back(std::move(pending));
 
   const bool last = step == s.options.steps;
   if (step == first_step() || step % s.options.log_every == 0 || last) s.flush(step);
+  if (s.profiling && step >= first_step() + s.options.warmup_steps + kProfiledSteps - 1) s.write_profile();
+  if (s.halts_after("step")) {
+    s.halt("step");
+    s.step_began = Moment::record(s.device);
+  }
 }
 
 /// Reads the numbers of the steps since the last line: the only place in the loop where the host waits for the device.
@@ -207,7 +220,7 @@ void Run::State::flush(int64_t step) {
   for (const PendingStep& p : pending) numbers.push_back(p.loss.to(at::kDouble).reshape({1}));
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
   const bool time_left = launch.rank == 0 && elapsed.count() < options.min_seconds;  // rank 0's clock decides for all
-  for (const bool flag : {stop_signals.load() > 0, time_left}) {
+  for (const bool flag : {stop_asked(), time_left}) {
     numbers.push_back(at::full({1}, flag ? 1.0 : 0.0, at::TensorOptions().dtype(at::kDouble).device(device)));
   }
   at::Tensor losses = at::cat(numbers);  // [steps + 2]
@@ -222,7 +235,9 @@ void Run::State::flush(int64_t step) {
 
   const int64_t count = static_cast<int64_t>(pending.size());
   for (int64_t i = 0; i < count; ++i) {
-    const PendingStep& p = pending[static_cast<size_t>(i)];
+    PendingStep& p = pending[static_cast<size_t>(i)];
+    // Marks inside a CUDA graph are recorded anew by each replay: they tell of the last step alone.
+    if (i + 1 < count && p.times.wait_ended.captured()) p.times = StepTimes{};
     const double scale = scales_cpu.defined() ? scales_cpu[i][0].item<double>() : NAN;
     const bool skipped = scales_cpu.defined() && scales_cpu[i][1].item<double>() != 0.0;
     StepNumbers n = report.read(p, losses[i].item<double>(), norms_cpu[i].item<double>(), scale, skipped);
@@ -236,7 +251,9 @@ void Run::State::flush(int64_t step) {
     if (metrics) metrics->step(n);
   }
   pending.clear();
-  say(launch, report.progress_line());
+  const std::optional<GpuSample> sample = options.log_gpu ? gpu->latest() : std::nullopt;
+  say(launch, report.progress_line(options.log_gpu ? "  " + (sample ? to_text(*sample) : "GPU -") : ""));
+  if (trace) trace->resolve();
   stop = losses[count].item<double>() > 0.0;
   go_on = losses[count + 1].item<double>() > 0.0;
   if (stop) say(launch, fmt::format("stopping after step {}: a rank was asked to (SIGINT or SIGTERM)\n", step));

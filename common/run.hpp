@@ -46,6 +46,7 @@ struct RunNumbers {
   double loss_scale = 0;       ///< of the last step; NaN without one
   int64_t peak_allocated = 0;  ///< bytes; 0 on a CPU
   int64_t peak_reserved = 0;
+  double utilization = 0;  ///< percent, mean over NVML's samples; NaN without them
 };
 
 class Run {
@@ -70,6 +71,9 @@ class Run {
   void measure_memory(const std::string& kind);
 
   // ── the loop's one-liners ──
+  /// The phase `name` of the step begins, and the one before it ends: a range for Nsight Systems, a span of --trace, and a
+  /// place where --pace can halt. The names are those of TrainerInfo::phases.
+  void phase(const char* name);
   void before_step(int64_t step);  ///< planned faults, heartbeat
   /// --inject inf@RANK,STEP: the loss becomes infinite, and with it all gradients; else nothing.
   void inject_inf(int64_t step, at::Tensor& loss) const;

@@ -92,21 +92,36 @@ RunNumbers Run::numbers() const {
   const MemoryRow memory = parse_memory_row(memory_row(state_->launch, state_->device));
   numbers.peak_allocated = memory.peak_allocated;
   numbers.peak_reserved = memory.peak_reserved;
+  numbers.utilization = state_->gpu->summary().mean_utilization.value_or(NAN);
   return numbers;
 }
 
 int Run::finish(const std::function<Verdict(const TrainingRecord&)>& prove) {
   State& s = *state_;
-  const std::vector<std::string> memory = s.world != nullptr
-                                              ? s.world->gather_text("memory", memory_row(s.launch, s.device))
-                                              : std::vector<std::string>{memory_row(s.launch, s.device)};
+  s.gpu->stop();
+  const auto from_all = [&s](const std::string& key, const std::string& mine) {
+    return s.world != nullptr ? s.world->gather_text(key, mine) : std::vector<std::string>{mine};
+  };
+  s.write_trace();
+  if (s.profiling || (!s.options.profile.empty() && !s.profiled)) {
+    s.abandon_profile();
+  }
+  const std::vector<std::string> memory = from_all("memory", memory_row(s.launch, s.device));
+  const GpuSummary gpu = s.gpu->summary();
+  const std::vector<std::string> gpu_lines = from_all("gpu", to_text(gpu));
+  const std::vector<std::string> gpu_objects = from_all("gpu json", serialize(gpu));
   std::vector<LedgerRow> ledger;
   if (s.world != nullptr) ledger = s.world->ledger().rows();
   say(s.launch, s.report.memory_report(s.memory, s.measured_memory, memory));
   bool ledger_equal = true;
   if (s.world != nullptr) say(s.launch, s.report.ledger_report(s.calls, ledger, ledger_equal));
+  if (s.device.is_cuda()) {
+    for (size_t rank = 0; rank < gpu_lines.size(); ++rank) {
+      say(s.launch, fmt::format("rank {}: {}\n", rank, gpu_lines[rank]));
+    }
+  }
   say(s.launch, s.report.summary());
-  if (s.metrics) s.metrics->run(s.report.run_object(s.memory, memory, ledger));
+  if (s.metrics) s.metrics->run(s.report.run_object(s.memory, s.measured_memory, memory, gpu_objects, ledger));
 
   int code = s.save_failed ? kExitFailed : kExitDone;
   if (s.options.verify && s.stop) {

@@ -8,10 +8,15 @@
 #include <vector>
 
 #include "common/metrics.hpp"
+#include "common/nvml.hpp"
 #include "common/report.hpp"
 #include "common/run.hpp"
+#include "common/trace.hpp"
 
 namespace mgp {
+
+/// Steps that --profile records, after the warm-up.
+inline constexpr int64_t kProfiledSteps = 3;
 
 struct Run::State {
   const Options options;
@@ -38,6 +43,15 @@ struct Run::State {
   bool go_on = options.min_seconds > 0;  // past --steps, because --min-seconds are not over; agreed on likewise
   std::chrono::steady_clock::time_point started;
 
+  // ── what can be watched (run_watch.cpp) ──
+  std::unique_ptr<NvmlSampler> gpu;
+  std::unique_ptr<Trace> trace;  // --trace
+  std::string phase;             // the open one; empty between steps
+  Moment phase_began;
+  int64_t current_step = 0;  // the one under way, 0 before the first
+  bool profiling = false, profiled = false;
+  bool halts_wait = true;  // false once the keyboard of --pace =key has gone
+
   State(const Options& o, const Launch& l, at::Device d, Communicator* w)
       : options(o), launch(l), device(d), world(w) {}
 
@@ -45,6 +59,19 @@ struct Run::State {
   void inject(int64_t step) const;
   void refuse_if_too_large(const MemoryPattern& pattern) const;
   void flush(int64_t step);
+  bool stop_asked() const;  ///< by Ctrl-C, on this rank
+  void begin_watching();
+  void begin_phase(const std::string& name);
+  void end_phase();
+  bool halts_after(const std::string& name) const;
+  void halt(const std::string& after);
+  std::string standstill_report(const std::string& after, const std::vector<std::string>& rows) const;
+  void wait_at_halt();
+  void trace_memory(const Moment& at);
+  void start_profile();
+  void write_profile();
+  void abandon_profile();
+  void write_trace();
   void write_checkpoint(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
                         const std::vector<std::string>& bucket_order);
 };

@@ -54,7 +54,8 @@ struct Session {
   std::unique_ptr<MpiRuntime> mpi;         ///< null: not needed
   std::unique_ptr<Rendezvous> rendezvous;  ///< null: alone
   std::unique_ptr<Watchdog> watchdog;
-  std::atomic<bool> failed{false};  ///< leave without waiting for anybody
+  std::function<void(const PastCall&)> observer;  ///< --trace; null: nobody looks
+  std::atomic<bool> failed{false};                ///< leave without waiting for anybody
 
  private:
   std::mutex wires_mutex_;

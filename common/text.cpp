@@ -32,6 +32,16 @@ std::string human_seconds(double seconds) {
   return fmt::format("{}h{:02}m", whole / 3600, whole / 60 % 60);
 }
 
+std::string with_part(const std::string& path, const std::string& part) {
+  if (path.empty()) return path;
+  const size_t slash = path.rfind('/');
+  const size_t name = slash == std::string::npos ? 0 : slash + 1;
+  const size_t dot = path.rfind('.');
+  const bool has_suffix = dot != std::string::npos && dot > name;  // ".hidden" is a name, not a suffix
+  const size_t end = has_suffix ? dot : path.size();
+  return path.substr(0, end) + "." + part + path.substr(end);
+}
+
 size_t edit_distance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});

@@ -53,6 +53,8 @@ Moment Moment::record(c10::Device device) {
   return moment;
 }
 
+bool Moment::captured() const { return event_ && event_->in_graph; }
+
 bool Moment::passed() const {
   if (!event_) return valid_;
   const cudaError_t status = cudaEventQuery(event_->event);
@@ -90,6 +92,8 @@ Moment Moment::record(c10::Device) {
   moment.host_ = std::chrono::steady_clock::now();
   return moment;
 }
+
+bool Moment::captured() const { return false; }
 
 bool Moment::passed() const { return valid_; }
 

@@ -17,6 +17,8 @@ class Moment {
   static Moment record(c10::Device device);
 
   bool valid() const { return valid_; }
+  /// Whether the mark is part of a CUDA graph: each replay records it anew, and it tells the time of the last one.
+  bool captured() const;
   /// Whether the device has reached the mark. Always true on the CPU.
   bool passed() const;
   /// Waits on the host until the mark has passed.

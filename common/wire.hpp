@@ -61,8 +61,9 @@ struct Work::State {
   std::shared_ptr<Wire> wire;
   std::shared_ptr<Session> session;
   std::string group;
-  std::vector<Call> calls;         ///< keeps the tensors alive until the communication has passed
-  std::vector<LedgerRow> counted;  ///< what the calls counted as, for their share of the time
+  std::vector<Call> calls;                  ///< keeps the tensors alive until the communication has passed
+  std::vector<LedgerRow> counted;           ///< what the calls counted as, for their share of the time
+  std::vector<PastCall::Message> messages;  ///< the sends and receives among them
   std::string description;
   std::shared_ptr<CallProgress> progress = std::make_shared<CallProgress>();
   uint64_t watch_id = 0;  ///< 0: not watched
@@ -78,6 +79,8 @@ struct Work::State {
 
   /// Counts the time, tells the watchdog, releases the tensors. Once.
   void finish();
+  /// Tells the session's observer, if there is one.
+  void show() const;
 };
 
 class Wire {

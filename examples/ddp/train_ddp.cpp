@@ -30,15 +30,19 @@
 #include "common/options.hpp"       // the one command line of all trainers
 #include "common/precision.hpp"     // Autocast
 #include "common/run.hpp"           // banner, progress line, ledgers, checkpoints, verdict
+#include "common/step_graph.hpp"    // --cuda-graph: the step captured and replayed
 #include "examples/ddp/gradient_reducer.hpp"
 #include "examples/ddp/naive_reduce.hpp"
 #include "examples/single/one_device_step.hpp"
 
 namespace mgp {
 
-const TrainerInfo kTrainer{"train_ddp", "ddp",
+const TrainerInfo kTrainer{"train_ddp",
+                           "ddp",
                            "train_ddp: data parallel, gradients all-reduced in buckets during backward",
-                           /*many_ranks=*/true};
+                           /*many_ranks=*/true,
+                           /*compares_precisions=*/false,
+                           /*phases=*/{"data", "forward", "backward", "exchange", "optimizer"}};
 
 struct DdpOptions : Options {
   double bucket_mb = 25.0;
@@ -76,6 +80,7 @@ int train_ddp(int argc, char** argv) {
   Run run(options, launch, device, &world, memory, calls);
 
   {  // Everything of the training lives in this block, so that the proof in step 8 has the memory to itself.
+    StepGraph graph(options.cuda_graph, device, &world);  // off: does nothing
 
     // 3 ── data ───────────────────────────────────────────────────────────────────────────────────────────────────────
     // The global batch of step s does not depend on the number of ranks; this rank takes its slice of the rows.
@@ -108,47 +113,64 @@ int train_ddp(int argc, char** argv) {
     }
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
+    // What changes from step to step is put in place before the step: a CUDA graph knows addresses, not values.
+    StepBatches batches(options.accumulate, /*fixed=*/options.cuda_graph);
+    LearningRate lr(device, /*on_device=*/options.cuda_graph);
+    at::Tensor loss_sum, norm;  // [] each, on the device: the host does not wait for them
+    StepTimes times;
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
       run.before_step(step);
-      optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
-      if (reducer) reducer->begin_step();
-      at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
-
+      run.phase("data");
       for (int64_t micro = 0; micro < options.accumulate; ++micro) {
-        const Batch batch = data.rows(step, rows.part(micro, options.accumulate));  // tokens [b, T], labels [b]
-        // Only the last backward of the step may send: earlier ones add into the same buckets.
-        if (reducer) reducer->begin_backward(/*last=*/micro + 1 == options.accumulate);
+        batches.put(micro, data.rows(step, rows.part(micro, options.accumulate)));  // tokens [b, T], labels [b]
+      }
+      lr.set(run.learning_rate(step));
 
-        at::Tensor loss;  // [], this part's share of the mean over the GLOBAL batch
-        {
-          const Autocast autocast(device, options.autocast());
-          const at::Tensor logits = model->forward(batch.tokens);  // [b, classes]
-          // Summed over the rows, divided by the rows of the GLOBAL batch, and then SUMMED over ranks: right for uneven
-          // slices too, where a mean of means would not be.
-          loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
+      graph.run([&] {           // a plain call; with --cuda-graph on recorded once, then replayed
+        optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
+        if (reducer) reducer->begin_step();
+        loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
+
+        for (int64_t micro = 0; micro < options.accumulate; ++micro) {
+          // Only the last backward of the step may send: earlier ones add into the same buckets.
+          if (reducer) reducer->begin_backward(/*last=*/micro + 1 == options.accumulate);
+
+          run.phase("forward");
+          at::Tensor loss;  // [], this part's share of the mean over the GLOBAL batch
+          {
+            const Autocast autocast(device, options.autocast());
+            const at::Tensor logits = model->forward(batches[micro].tokens);  // [b, classes]
+            // Summed over the rows, divided by the rows of the GLOBAL batch, and then SUMMED over ranks: right for uneven
+            // slices too, where a mean of means would not be.
+            loss = cross_entropy_sum(logits, batches[micro].labels) / static_cast<double>(options.global_batch_size);
+          }
+          loss_sum += loss.detach();
+          run.inject_inf(step, loss);  // a planned fault; else nothing
+          run.phase("backward");
+          scaler.scale(loss)
+              .backward();  // as soon as a bucket is full its all-reduce starts on the communication stream
+          if (!reducer)
+            widen_gradients(optimizer.parameters());  // --weights low: fp32 sums; the buckets are fp32 anyway
         }
-        loss_sum += loss.detach();
-        run.inject_inf(step, loss);     // a planned fault; else nothing
-        scaler.scale(loss).backward();  // as soon as a bucket is full its all-reduce starts on the communication stream
-        if (!reducer) widen_gradients(optimizer.parameters());  // --weights low: fp32 sums; the buckets are fp32 anyway
-      }
 
-      StepTimes times;
-      if (reducer) {
-        reducer->wait();  // the compute stream waits for the last bucket: this wait is what is exposed
-        times = reducer->times();
-      } else {
-        reduce_gradients_one_by_one(optimizer.parameters(), world, times);
-      }
+        run.phase("exchange");
+        if (reducer) {
+          reducer->wait();  // the compute stream waits for the last bucket: this wait is what is exposed
+          times = reducer->times();
+        } else {
+          reduce_gradients_one_by_one(optimizer.parameters(), world, times);
+        }
 
-      const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
-      scaler.unscale(gradients, &world);  // fp16: before anybody looks at them; an overflow skips the step on all ranks
-      run.gradients_ready(step, optimizer.parameters());
-      // The gradients are equal on all ranks by now, so the norm needs no communication.
-      const at::Tensor norm = gradient_norm(gradients);  // [], stays on the device: the host does not wait
-      clip_gradients(gradients, norm, options.clip_norm);
-      optimizer.step(run.learning_rate(step), scaler.found_inf());
-      scaler.update();
+        run.phase("optimizer");
+        const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
+        scaler.unscale(gradients,
+                       &world);  // fp16: before anybody looks at them; an overflow skips the step on all ranks
+        run.gradients_ready(step, optimizer.parameters());
+        norm = gradient_norm(gradients);  // the gradients are equal on all ranks by now: no communication
+        clip_gradients(gradients, norm, options.clip_norm);
+        optimizer.step(lr, scaler.found_inf());
+        scaler.update();
+      });
 
       run.after_step(step, loss_sum, norm, scaler, &times);
       run.expect_equal_ranks(optimizer.masters());

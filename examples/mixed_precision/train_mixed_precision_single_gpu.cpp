@@ -24,8 +24,9 @@
 #include <cmath>
 #include <vector>
 
-#include "common/data.hpp"         // SyntheticTokens: row i is a function of (seed, i)
-#include "common/device.hpp"       // claim_device: before anything touches CUDA
+#include "common/data.hpp"    // SyntheticTokens: row i is a function of (seed, i)
+#include "common/device.hpp"  // claim_device: before anything touches CUDA
+#include "common/device_memory.hpp"
 #include "common/error.hpp"        // exit codes
 #include "common/launch.hpp"       // who am I
 #include "common/loss_scaler.hpp"  // the loss scale of fp16
@@ -34,6 +35,7 @@
 #include "common/options.hpp"      // the one command line of all trainers
 #include "common/precision.hpp"    // Autocast
 #include "common/run.hpp"          // banner, progress line, ledgers, checkpoints, verdict
+#include "common/step_graph.hpp"   // --cuda-graph: the step captured and replayed
 #include "common/text.hpp"
 #include "examples/single/one_device_step.hpp"
 
@@ -53,11 +55,13 @@ struct Mode {
 
 /// Steps 3 to 8 of a trainer, in one precision. Returns the exit code.
 int train_in(const Options& options, const Launch& launch, at::Device device, Mode& mode) {
-  release_cached_memory(device);  // fresh memory for each mode: peaks must not be those of the mode before
+  release_cached_memory(device);  // fresh memory for each mode
+  reset_memory_peaks(device);     // and peaks of its own
   apply_precision(options.precision);
   Run run(options, launch, device, /*world=*/nullptr, MemoryPattern{}, /*calls=*/{});
 
   {  // Everything of the training lives in this block, so that the proof in step 8 has the memory to itself.
+    StepGraph graph(options.cuda_graph, device, /*world=*/nullptr);  // off: does nothing
 
     // 3 ── data ───────────────────────────────────────────────────────────────────────────────────────────────────────
     const SyntheticTokens data(options.model, options.seed, options.global_batch_size, options.data_mode(), device);
@@ -77,35 +81,48 @@ int train_in(const Options& options, const Launch& launch, at::Device device, Mo
     mode.initial = copies_on_cpu(optimizer.masters());
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
+    // What changes from step to step is put in place before the step: a CUDA graph knows addresses, not values.
+    StepBatches batches(options.accumulate, /*fixed=*/options.cuda_graph);
+    LearningRate lr(device, /*on_device=*/options.cuda_graph);
+    at::Tensor loss_sum, norm;  // [] each, on the device: the host does not wait for them
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
       run.before_step(step);
-      optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
-      at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
-
+      run.phase("data");
       for (int64_t micro = 0; micro < options.accumulate; ++micro) {
-        const Batch batch = data.rows(step, rows.part(micro, options.accumulate));  // tokens [b, T], labels [b]
-
-        at::Tensor loss;  // [], this part's share of the mean over the whole batch, fp32 in every mode
-        {
-          const Autocast autocast(device, options.autocast());     // the casts happen inside the operations
-          const at::Tensor logits = model->forward(batch.tokens);  // [b, classes], low precision
-          loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
-        }
-        loss_sum += loss.detach();
-        run.inject_inf(step, loss);  // a planned fault; else nothing
-        // Outside of autocast: each operation remembers its dtype. fp16 gradients are scaled up from here on.
-        scaler.scale(loss).backward();
-        widen_gradients(optimizer.parameters());  // --weights low: fp32 from here on; else nothing
+        batches.put(micro, data.rows(step, rows.part(micro, options.accumulate)));  // tokens [b, T], labels [b]
       }
+      lr.set(run.learning_rate(step));
 
-      // The order matters: unscale, then norm, then clip, then step. All of it stays on the device.
-      const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
-      scaler.unscale(gradients, /*world=*/nullptr);
-      run.gradients_ready(step, optimizer.parameters());
-      const at::Tensor norm = gradient_norm(gradients);  // [], inf or NaN when the step is going to be skipped
-      clip_gradients(gradients, norm, options.clip_norm);
-      optimizer.step(run.learning_rate(step), scaler.found_inf());  // changes nothing after an overflow
-      scaler.update();  // halve after an overflow, double after many good steps
+      graph.run([&] {           // a plain call; with --cuda-graph on recorded once, then replayed
+        optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
+        loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
+
+        for (int64_t micro = 0; micro < options.accumulate; ++micro) {
+          run.phase("forward");
+          at::Tensor loss;  // [], this part's share of the mean over the whole batch, fp32 in every mode
+          {
+            const Autocast autocast(device, options.autocast());              // the casts happen inside the operations
+            const at::Tensor logits = model->forward(batches[micro].tokens);  // [b, classes], low precision
+            loss = cross_entropy_sum(logits, batches[micro].labels) / static_cast<double>(options.global_batch_size);
+          }
+          loss_sum += loss.detach();
+          run.inject_inf(step, loss);  // a planned fault; else nothing
+          run.phase("backward");
+          // Outside of autocast: each operation remembers its dtype. fp16 gradients are scaled up from here on.
+          scaler.scale(loss).backward();
+          widen_gradients(optimizer.parameters());  // --weights low: fp32 from here on; else nothing
+        }
+
+        // The order matters: unscale, then norm, then clip, then step. All of it stays on the device.
+        run.phase("optimizer");
+        const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
+        scaler.unscale(gradients, /*world=*/nullptr);
+        run.gradients_ready(step, optimizer.parameters());
+        norm = gradient_norm(gradients);  // inf or NaN when the step is going to be skipped
+        clip_gradients(gradients, norm, options.clip_norm);
+        optimizer.step(lr, scaler.found_inf());  // changes nothing after an overflow
+        scaler.update();                         // halve after an overflow, double after many good steps
+      });
 
       run.after_step(step, loss_sum, norm, scaler);
       run.save_if_due(step, optimizer, scaler);
@@ -127,7 +144,9 @@ std::string comparison(const std::vector<Mode>& modes, bool cuda) {
   std::vector<std::vector<std::string>> rows = {{"precision", "step ms", "x", "tokens/s", "loss",
                                                  "largest loss difference", "parameters apart", "skipped",
                                                  "loss scale"}};
-  if (cuda) rows.front().insert(rows.front().begin() + 4, {"peak allocated MiB", "x", "peak reserved MiB"});
+  if (cuda) {
+    rows.front().insert(rows.front().begin() + 4, {"GPU busy", "peak allocated MiB", "x", "peak reserved MiB"});
+  }
   const RunNumbers& first = modes.front().numbers;
   const auto mib = [](int64_t bytes) { return fmt::format("{:.0f}", static_cast<double>(bytes) / (1 << 20)); };
   for (const Mode& mode : modes) {
@@ -141,6 +160,7 @@ std::string comparison(const std::vector<Mode>& modes, bool cuda) {
                                     fmt::format("{:.2f}", n.ms / first.ms),
                                     with_commas(static_cast<int64_t>(n.tokens_per_second))};
     if (cuda) {
+      row.push_back(std::isnan(n.utilization) ? "-" : fmt::format("{:.0f}%", n.utilization));  // NVML's mean
       row.push_back(mib(n.peak_allocated));
       row.push_back(
           fmt::format("{:.2f}", static_cast<double>(n.peak_allocated) / static_cast<double>(first.peak_allocated)));
@@ -186,8 +206,14 @@ int train_mixed_precision(int argc, char** argv) {
     if (!modes[i].missing.empty()) continue;
     Options one = before_settling;
     one.precision = precisions[i];
-    if (!uses_autocast(one.precision))
-      one.weights = "autocast";  // --weights low means something for bf16 and fp16 only
+    // --weights low means something for bf16 and fp16 only.
+    if (!uses_autocast(one.precision)) one.weights = "autocast";
+    if (options.all_precisions) {  // files of its own for each mode: m.jsonl becomes m.fp32.jsonl and so on
+      for (std::string* file : {&one.metrics, &one.trace, &one.profile, &one.dump_batches, &one.dump_gradients}) {
+        *file = with_part(*file, to_string(one.precision));
+      }
+      if (one.save) one.save = with_part(*one.save, to_string(one.precision));
+    }
     settle(one, launch);
     code = std::max(code, train_in(one, launch, device, modes[i]));
   }

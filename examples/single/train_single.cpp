@@ -13,14 +13,15 @@
 // Prints    settings, devices, predicted memory; a progress line; memory measured beside predicted; step time, tokens/s.
 // Read      this file -> one_device_step.cpp (the same step as the reference of --verify) -> common/model.cpp.
 
-#include "common/data.hpp"       // SyntheticTokens: row i is a function of (seed, i)
-#include "common/device.hpp"     // claim_device: before anything touches CUDA
-#include "common/launch.hpp"     // who am I
-#include "common/model.hpp"      // the Transformer classifier and the MLP model
-#include "common/optimizer.hpp"  // AdamW over at::_fused_adamw_, clipping
-#include "common/options.hpp"    // the one command line of all trainers
-#include "common/precision.hpp"  // Autocast
-#include "common/run.hpp"        // banner, progress line, ledgers, checkpoints, verdict
+#include "common/data.hpp"        // SyntheticTokens: row i is a function of (seed, i)
+#include "common/device.hpp"      // claim_device: before anything touches CUDA
+#include "common/launch.hpp"      // who am I
+#include "common/model.hpp"       // the Transformer classifier and the MLP model
+#include "common/optimizer.hpp"   // AdamW over at::_fused_adamw_, clipping
+#include "common/options.hpp"     // the one command line of all trainers
+#include "common/precision.hpp"   // Autocast
+#include "common/run.hpp"         // banner, progress line, ledgers, checkpoints, verdict
+#include "common/step_graph.hpp"  // --cuda-graph: the step captured and replayed
 #include "examples/single/one_device_step.hpp"
 
 namespace mgp {
@@ -45,6 +46,7 @@ int train_single(int argc, char** argv) {
   Run run(options, launch, device, /*world=*/nullptr, memory, /*calls=*/{});
 
   {  // Everything of the training lives in this block, so that the proof in step 8 has the memory to itself.
+    StepGraph graph(options.cuda_graph, device, /*world=*/nullptr);  // off: does nothing
 
     // 3 ── data ───────────────────────────────────────────────────────────────────────────────────────────────────────
     const SyntheticTokens data(options.model, options.seed, options.global_batch_size, options.data_mode(), device);
@@ -62,34 +64,47 @@ int train_single(int argc, char** argv) {
     run.load(optimizer, scaler);  // --load: weights, moments, scale, step, data position, random state
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
+    // What changes from step to step is put in place before the step: a CUDA graph knows addresses, not values.
+    StepBatches batches(options.accumulate, /*fixed=*/options.cuda_graph);
+    LearningRate lr(device, /*on_device=*/options.cuda_graph);
+    at::Tensor loss_sum, norm;  // [] each, on the device: the host does not wait for them
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
       run.before_step(step);
-      optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
-      at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
-
+      run.phase("data");
       for (int64_t micro = 0; micro < options.accumulate; ++micro) {
-        const Batch batch = data.rows(step, rows.part(micro, options.accumulate));  // tokens [b, T], labels [b]
-
-        at::Tensor loss;  // [], this part's share of the mean over the whole batch
-        {
-          const Autocast autocast(device, options.autocast());
-          const at::Tensor logits = model->forward(batch.tokens);  // [b, classes]
-          // Summed over the rows and divided by the rows of the WHOLE step: parts of any size then add up to the mean.
-          loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
-        }
-        loss_sum += loss.detach();
-        run.inject_inf(step, loss);               // a planned fault; else nothing
-        scaler.scale(loss).backward();            // outside of autocast: each operation remembers its dtype
-        widen_gradients(optimizer.parameters());  // --weights low: fp32 from here on; else nothing
+        batches.put(micro, data.rows(step, rows.part(micro, options.accumulate)));  // tokens [b, T], labels [b]
       }
+      lr.set(run.learning_rate(step));
 
-      const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
-      scaler.unscale(gradients, /*world=*/nullptr);  // fp16: before anybody looks at them; an overflow skips the step
-      run.gradients_ready(step, optimizer.parameters());
-      const at::Tensor norm = gradient_norm(gradients);  // [], stays on the device: the host does not wait
-      clip_gradients(gradients, norm, options.clip_norm);
-      optimizer.step(run.learning_rate(step), scaler.found_inf());
-      scaler.update();
+      graph.run([&] {           // a plain call; with --cuda-graph on recorded once, then replayed
+        optimizer.zero_grad();  // gradients are dropped: backward stores fresh ones instead of adding to zeros
+        loss_sum = at::zeros({}, at::TensorOptions().dtype(storage_dtype(options.precision)).device(device));
+
+        for (int64_t micro = 0; micro < options.accumulate; ++micro) {
+          run.phase("forward");
+          at::Tensor loss;  // [], this part's share of the mean over the whole batch
+          {
+            const Autocast autocast(device, options.autocast());
+            const at::Tensor logits = model->forward(batches[micro].tokens);  // [b, classes]
+            // Summed over the rows and divided by the rows of the WHOLE step: parts of any size then add up to the mean.
+            loss = cross_entropy_sum(logits, batches[micro].labels) / static_cast<double>(options.global_batch_size);
+          }
+          loss_sum += loss.detach();
+          run.inject_inf(step, loss);  // a planned fault; else nothing
+          run.phase("backward");
+          scaler.scale(loss).backward();            // outside of autocast: each operation remembers its dtype
+          widen_gradients(optimizer.parameters());  // --weights low: fp32 from here on; else nothing
+        }
+
+        run.phase("optimizer");
+        const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
+        scaler.unscale(gradients, /*world=*/nullptr);  // fp16: before anybody looks at them; an overflow skips the step
+        run.gradients_ready(step, optimizer.parameters());
+        norm = gradient_norm(gradients);
+        clip_gradients(gradients, norm, options.clip_norm);
+        optimizer.step(lr, scaler.found_inf());
+        scaler.update();
+      });
 
       run.after_step(step, loss_sum, norm, scaler);
       run.save_if_due(step, optimizer, scaler);

@@ -134,6 +134,20 @@ class MixedPrecision(harness.TrainerTest):
             self.assertNotIn("comparison", a.out)
 
 
+class Files(harness.TrainerTest):
+    def test_every_mode_has_files_of_its_own(self):
+        result = harness.run(MIXED, TINY + ["--steps", "2", "--metrics", self.folder / "m.jsonl", "--save", self.folder / "s.pt"])
+        self.check_code(result, 0)
+        names = sorted(p.name for p in self.folder.iterdir())
+        self.assertEqual(names, ["m.bf16.jsonl", "m.fp32.jsonl", "s.bf16.pt", "s.fp32.pt"])  # tf32 and fp16 need a GPU
+        for precision in ("fp32", "bf16"):
+            steps, (run,) = harness.metrics(self.folder / f"m.{precision}.jsonl")
+            self.assertEqual((len(steps), run["precision"]), (2, precision))
+        one = harness.run(MIXED, TINY + ["--steps", "2", "--precision", "bf16", "--metrics", self.folder / "one.jsonl"])
+        self.check_code(one, 0)
+        self.assertTrue((self.folder / "one.jsonl").exists())
+
+
 if __name__ == "__main__":
     harness.require("train_single", "train_ddp", MIXED, mpi=True)
     unittest.main(verbosity=2)

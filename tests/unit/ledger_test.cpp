@@ -56,4 +56,27 @@ TEST(Ledger, ThreadsMayCountAtOnce) {
   EXPECT_EQ(ledger.total("send", Purpose::training).payload_bytes, 4000);
 }
 
+TEST(Ledger, AReplayCountsWhatWasCapturedOnceMore) {
+  Ledger ledger;
+  ledger.count("world", "all_reduce", Purpose::training, 100);
+  ledger.add_time("world", "all_reduce", Purpose::training, 0.5);
+  const std::vector<LedgerRow> before = ledger.rows();
+  EXPECT_TRUE(difference(ledger.rows(), before).empty());
+  ledger.count("world", "all_reduce", Purpose::training, 40);
+  ledger.count("world", "all_reduce", Purpose::training, 2);
+  ledger.count("dp", "all_reduce", Purpose::bookkeeping, 4);
+  const std::vector<LedgerRow> captured = difference(ledger.rows(), before);
+  ASSERT_EQ(captured.size(), 2U);
+  EXPECT_EQ(captured[0].group, "dp");
+  EXPECT_EQ(captured[1].calls, 2);
+  EXPECT_EQ(captured[1].payload_bytes, 42);
+  EXPECT_EQ(captured[1].seconds, 0.0);
+  ledger.count_again(captured);
+  ledger.count_again(captured);
+  EXPECT_EQ(ledger.total("all_reduce", Purpose::training).calls, 1 + 3 * 2);
+  EXPECT_EQ(ledger.total("all_reduce", Purpose::training).payload_bytes, 100 + 3 * 42);
+  EXPECT_EQ(ledger.total("all_reduce", Purpose::training).seconds, 0.5);
+  EXPECT_EQ(ledger.total("all_reduce", Purpose::bookkeeping).calls, 3);
+}
+
 }  // namespace

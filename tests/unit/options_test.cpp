@@ -95,5 +95,62 @@ TEST(Text, TableAligns) {
   EXPECT_EQ(table("t", {{"a", "n"}, {"bb", "10"}, {"c", "5"}}, true), "t\n  a    n\n  bb  10\n  c    5\n");
 }
 
+TEST(Text, AFileNameOfItsOwnForEachPart) {
+  EXPECT_EQ(with_part("m.jsonl", "bf16"), "m.bf16.jsonl");
+  EXPECT_EQ(with_part("runs.d/m", "rank1"), "runs.d/m.rank1");
+  EXPECT_EQ(with_part("runs.d/a.b.json", "fp32"), "runs.d/a.b.fp32.json");
+  EXPECT_EQ(with_part("runs/.hidden", "fp32"), "runs/.hidden.fp32");
+  EXPECT_EQ(with_part("", "fp32"), "");
+}
+
+TEST(Options, Pace) {
+  const Pace both = parse({"--device", "cpu", "--pace", "init,forward=0.5"}).pace;
+  EXPECT_EQ(both.phases, (std::vector<std::string>{"init", "forward"}));
+  EXPECT_EQ(both.seconds, 0.5);
+  EXPECT_FALSE(both.key);
+  EXPECT_TRUE(parse({"--device", "cpu", "--pace", "step=key"}).pace.key);
+  EXPECT_EQ(parse({"--device", "cpu", "--pace", "step"}).pace.seconds, 5.0);
+}
+
+TEST(Options, FastTakesWhatPrecisionAndDeviceAllow) {
+  // --predict is about GPUs on every machine.
+  const Options bf16 = parse({"--predict", "--fast", "--precision", "bf16"});
+  EXPECT_TRUE(bf16.cuda_graph);
+  EXPECT_TRUE(bf16.low_weights());
+  const Options fp32 = parse({"--predict", "--fast"});
+  EXPECT_TRUE(fp32.cuda_graph);
+  EXPECT_FALSE(fp32.low_weights());
+  EXPECT_FALSE(parse({"--predict", "--fast", "--precision", "fp64"}).cuda_graph);
+  const Options mine =
+      parse({"--predict", "--fast", "--precision", "bf16", "--weights", "autocast", "--cuda-graph", "off"});
+  EXPECT_FALSE(mine.cuda_graph);
+  EXPECT_FALSE(mine.low_weights());
+  EXPECT_FALSE(parse({"--device", "cpu", "--fast"}).cuda_graph);
+}
+
+TEST(Options, WhatAGraphCannotDoIsRefusedWithTheReason) {
+  const auto reason = [](std::vector<std::string> arguments) -> std::string {
+    arguments.insert(arguments.begin(), "--predict");
+    try {
+      parse(arguments);
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+  };
+  EXPECT_TRUE(has(reason({"--cuda-graph", "on", "--debug", "detail"}), "--cuda-graph on: --debug detail"));
+  EXPECT_TRUE(has(reason({"--fast", "--debug", "detail"}), "--fast, which means --cuda-graph on: --debug detail"));
+  EXPECT_EQ(reason({"--fast", "--debug", "detail", "--cuda-graph", "off"}), "");
+  EXPECT_TRUE(has(reason({"--cuda-graph", "on", "--pace", "step"}), "--pace"));
+  EXPECT_TRUE(has(reason({"--cuda-graph", "on", "--precision", "fp64"}), "fp64"));
+  EXPECT_TRUE(has(reason({"--cuda-graph", "on", "--inject", "inf@0,2"}), "--inject inf"));
+  EXPECT_EQ(reason({"--cuda-graph", "on", "--inject", "stall@0,2"}), "");
+  EXPECT_TRUE(has(reason({"--cuda-graph", "on", "--checkpoint-activations", "--dropout", "0.1"}), "--dropout"));
+  EXPECT_EQ(reason({"--cuda-graph", "on", "--checkpoint-activations"}), "");
+}
+
 }  // namespace
 }  // namespace mgp
