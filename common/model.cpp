@@ -3,6 +3,7 @@
 #include <cmath>
 #include <string>
 
+#include "common/activation_checkpoint.hpp"
 #include "common/counter_random.hpp"
 
 namespace mgp {
@@ -109,7 +110,8 @@ at::Tensor classify(const LayerNorm& norm, const Linear& head, const at::Tensor&
 // ── the two models ──────────────────────────────────────────────────────────────────────────────────────────────────
 // Registration order is the order of parameter_shapes(), on which collectives and checkpoints rely.
 
-TransformerClassifier::TransformerClassifier(const ModelConfig& config, const at::TensorOptions& options) {
+TransformerClassifier::TransformerClassifier(const ModelConfig& config, const at::TensorOptions& options)
+    : checkpoint_activations(config.checkpoint_activations) {
   embedding = register_module("embedding", std::make_shared<Table>(config.vocab_size, config.dim, options));
   position = register_module("position", std::make_shared<Table>(config.seq_len, config.dim, options));
   const auto encoder = register_module("encoder", std::make_shared<torch::nn::Module>());
@@ -122,12 +124,16 @@ TransformerClassifier::TransformerClassifier(const ModelConfig& config, const at
 }
 
 at::Tensor TransformerClassifier::forward(const at::Tensor& tokens) {
-  at::Tensor x = embed(*embedding, *position, tokens);     // [B, T, C]
-  for (const auto& layer : layers) x = layer->forward(x);  // [B, T, C]
-  return classify(*norm, *head, x);                        // [B, classes]
+  at::Tensor x = embed(*embedding, *position, tokens);  // [B, T, C]
+  for (const auto& layer : layers) {
+    const auto run = [layer](const at::Tensor& in) { return layer->forward(in); };     // [B, T, C] -> [B, T, C]
+    x = checkpoint_activations ? checkpointed(run, x, layer->dropout > 0.0) : run(x);  // [B, T, C]
+  }
+  return classify(*norm, *head, x);  // [B, classes]
 }
 
-MlpModel::MlpModel(const ModelConfig& config, const at::TensorOptions& options) {
+MlpModel::MlpModel(const ModelConfig& config, const at::TensorOptions& options)
+    : checkpoint_activations(config.checkpoint_activations) {
   embedding = register_module("embedding", std::make_shared<Table>(config.vocab_size, config.dim, options));
   position = register_module("position", std::make_shared<Table>(config.seq_len, config.dim, options));
   const auto list = register_module("layers", std::make_shared<torch::nn::Module>());
@@ -139,9 +145,12 @@ MlpModel::MlpModel(const ModelConfig& config, const at::TensorOptions& options) 
 }
 
 at::Tensor MlpModel::forward(const at::Tensor& tokens) {
-  at::Tensor x = embed(*embedding, *position, tokens);     // [B, T, C]
-  for (const auto& layer : layers) x = layer->forward(x);  // [B, T, C]
-  return classify(*norm, *head, x);                        // [B, classes]
+  at::Tensor x = embed(*embedding, *position, tokens);  // [B, T, C]
+  for (const auto& layer : layers) {
+    const auto run = [layer](const at::Tensor& in) { return layer->forward(in); };     // [B, T, C] -> [B, T, C]
+    x = checkpoint_activations ? checkpointed(run, x, layer->dropout > 0.0) : run(x);  // [B, T, C]
+  }
+  return classify(*norm, *head, x);  // [B, classes]
 }
 
 // ── initial values ──────────────────────────────────────────────────────────────────────────────────────────────────

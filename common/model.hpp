@@ -104,6 +104,7 @@ struct TransformerClassifier : ModelImpl {
   at::Tensor forward(const at::Tensor& tokens) override;
   std::shared_ptr<Table> embedding, position;
   std::vector<std::shared_ptr<EncoderLayer>> layers;
+  bool checkpoint_activations;  ///< activation_checkpoint.hpp
   std::shared_ptr<LayerNorm> norm;
   std::shared_ptr<Linear> head;
 };
@@ -114,6 +115,7 @@ struct MlpModel : ModelImpl {
   at::Tensor forward(const at::Tensor& tokens) override;
   std::shared_ptr<Table> embedding, position;
   std::vector<std::shared_ptr<MlpLayer>> layers;
+  bool checkpoint_activations;  ///< activation_checkpoint.hpp
   std::shared_ptr<LayerNorm> norm;
   std::shared_ptr<Linear> head;
 };

@@ -25,7 +25,7 @@ struct ModelConfig {
   int64_t mlp_dim = 0;  ///< F
   int64_t classes = 0;
   double dropout = 0.0;
-  bool checkpoint_activations = false;  ///< keep only the input of each block and run it again in backward
+  bool checkpoint_activations = false;  ///< each layer keeps its input alone and runs again in backward
 };
 
 /// Sizes of `tiny`, `small` or `base` (design: reference configuration). Throws UsageError on another name.
@@ -45,7 +45,8 @@ struct ParameterShape {
 std::vector<ParameterShape> parameter_shapes(const ModelConfig& config);
 
 /// The order in which backward finishes the gradients (head first, embedding last), as seen on CPU and GPU. DDP's
-/// rebuilt buckets follow it. Under autocast weight and bias of a linear layer change places.
+/// rebuilt buckets follow it. Under autocast weight and bias of a linear layer change places. Checkpointing changes
+/// nothing: a layer that runs again has a backward of its own, in which its gradients come in the same order.
 std::vector<std::string> gradient_arrival_order(const ModelConfig& config, bool autocast = false);
 
 int64_t parameter_count(const ModelConfig& config);
@@ -55,6 +56,7 @@ bool has_weight_decay(const std::string& name, int64_t dimensions);
 
 /// Floating-point operations of one optimizer step over `rows` sequences: 6 x (parameters that multiply) x tokens, plus
 /// attention's 12 x layers x T^2 x C a row (Megatron SC21 and PaLM appendix B; embedding look-ups do not multiply).
+/// What checkpointing computes again is not counted: it is a price, not work that the model needs.
 double flops_per_step(const ModelConfig& config, int64_t rows);
 
 }  // namespace mgp

@@ -112,22 +112,26 @@ TEST(Model, GradientsArriveInTheOrderThatIsPredicted) {
   for (const at::Device device : devices()) {
     for (const ModelKind kind : kBoth) {
       for (const Precision precision : {Precision::fp32, Precision::fp64, Precision::bf16}) {
-        ModelConfig config = preset_config("tiny", kind);
-        config.layers = 3;
-        const Model model = make_model(config, 7, device, storage_dtype(precision));
-        std::vector<std::string> order;
-        for (auto& [name, tensor] : named_parameters(*model)) {
-          torch::autograd::impl::set_post_acc_grad_hooks(tensor, std::make_unique<Record>(order, name));
+        // With checkpointing each layer has a backward of its own, nested in the outer one: the order stays the same.
+        for (const bool checkpoint : {false, true}) {
+          ModelConfig config = preset_config("tiny", kind);
+          config.layers = 3;
+          config.checkpoint_activations = checkpoint;
+          const Model model = make_model(config, 7, device, storage_dtype(precision));
+          std::vector<std::string> order;
+          for (auto& [name, tensor] : named_parameters(*model)) {
+            torch::autograd::impl::set_post_acc_grad_hooks(tensor, std::make_unique<Record>(order, name));
+          }
+          const Batch batch = batch_of(config, 4, device);
+          at::Tensor logits;
+          {
+            const Autocast autocast(device, precision);
+            logits = model->forward(batch.tokens);
+          }
+          cross_entropy_sum(logits, batch.labels).backward();
+          EXPECT_EQ(order, gradient_arrival_order(config, precision == Precision::bf16))
+              << to_string(precision) << " on " << device << (checkpoint ? ", checkpointed" : "");
         }
-        const Batch batch = batch_of(config, 4, device);
-        at::Tensor logits;
-        {
-          const Autocast autocast(device, precision);
-          logits = model->forward(batch.tokens);
-        }
-        cross_entropy_sum(logits, batch.labels).backward();
-        EXPECT_EQ(order, gradient_arrival_order(config, precision == Precision::bf16))
-            << to_string(precision) << " on " << device;
       }
     }
   }
@@ -165,7 +169,8 @@ TEST(Model, NoRowsGiveZeroLossAndZeroGradients) {
   for (const at::Device device : {at::Device(at::kCPU)}) {
     for (const ModelKind kind : kBoth) {
       for (const Precision precision : {Precision::fp32, Precision::bf16}) {
-        const ModelConfig config = preset_config("tiny", kind);
+        ModelConfig config = preset_config("tiny", kind);
+        config.checkpoint_activations = precision == Precision::bf16;  // either way
         const Model model = make_model(config, 7, device, at::kFloat);
         const Batch batch = batch_of(config, 0, device);
         at::Tensor logits;
