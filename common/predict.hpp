@@ -16,7 +16,7 @@ struct MemoryPrediction {
   int64_t optimizer = 0;              ///< AdamW's two moments and step counts
   int64_t communication_buffers = 0;  ///< DDP: the buckets, in which the gradients live
   int64_t gradients = 0;              ///< those outside of buckets, at the moment of the peak
-  int64_t activations = 0;            ///< kept by forward for backward, and backward's own temporaries
+  int64_t activations = 0;            ///< kept by forward or made again for backward, and backward's own temporaries
   int64_t workspace = 0;              ///< cuBLAS
   int64_t peak() const { return parameters + optimizer + communication_buffers + gradients + activations + workspace; }
 };
@@ -27,9 +27,15 @@ struct MemoryPattern {
 };
 
 /// Activations that forward keeps for backward, for `rows` rows, in bytes. Counted tensor by tensor in predict.cpp
-/// (compare Korthikanti et al., arXiv 2205.05198, section 4).
+/// (compare Korthikanti et al., arXiv 2205.05198, section 4). With ModelConfig::checkpoint_activations a layer keeps
+/// its input alone (Chen et al., arXiv 1604.06174).
 int64_t activation_bytes(const ModelConfig& config, Precision precision, bool math_attention, int64_t rows,
                          bool low_weights = false);
+
+/// What backward makes again for one layer with ModelConfig::checkpoint_activations, in bytes: everything that the
+/// layer would have kept, but its input. One layer's stands at a time. 0 without checkpointing.
+int64_t recomputation_bytes(const ModelConfig& config, Precision precision, bool math_attention, int64_t rows,
+                            bool low_weights = false);
 
 MemoryPrediction predict_memory(const Options& options, const MemoryPattern& pattern);
 

@@ -41,6 +41,8 @@ Watchdog::Watchdog(const Launch& launch, Rendezvous* rendezvous, std::chrono::se
     (void)registered;
   }
   state_->thread = std::thread([state = state_.get()] { state->run(); });
+  // This one may have to be left behind inside the driver, so it keeps the state alive.
+  state_->asking_thread = std::thread([state = state_] { state->ask(); });
 }
 
 Watchdog::~Watchdog() { state_->stop(/*in_order=*/true); }

@@ -42,10 +42,11 @@ struct Watchdog::State : std::enable_shared_from_this<Watchdog::State> {
 
   State(const Launch& launch_in, Rendezvous* rendezvous, std::chrono::seconds timeout_in);
 
-  // ── the thread (watchdog_thread.cpp) ──
+  // ── the threads (watchdog_thread.cpp) ──
   void run();
+  void ask();
   void tick();
-  void stop(bool in_order);  ///< joins the thread; in order: the others are told that this rank's end is no failure
+  void stop(bool in_order);  ///< joins the threads; in order: the others are told that this rank's end is no failure
 
   // ── the clock and the messages; `mutex` is held by the caller ──
   void advance_clock();
@@ -92,14 +93,20 @@ struct Watchdog::State : std::enable_shared_from_this<Watchdog::State> {
   std::string store_lost;  ///< why the store does not answer any more
   Clock::time_point store_lost_at;
 
-  // Only the thread touches these.
+  bool asking = false;  ///< a question is on its way to the driver
+  Clock::time_point asked_at;
+
+  // Only the watchdog's thread touches these.
   Clock::time_point published{};
   Clock::time_point peers_read{};
   std::vector<char> seen_alive;    ///< by rank: its process was seen in /proc of this host
   std::vector<int> missing_ticks;  ///< by rank: ticks since its process was not found any more
   bool neighbour_traced = false;   ///< another rank of this host sits in a debugger
 
+  // Two threads, because the driver may hold a question for ever: while the main thread hangs in the launch of a CUDA
+  // graph, for example. The one that judges asks nothing.
   std::thread thread;
+  std::thread asking_thread;
 
  private:
   void check_peers();

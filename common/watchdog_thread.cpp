@@ -1,4 +1,4 @@
-// The watchdog's thread: what it does in each tick.
+// The watchdog's threads: what one does in each tick, and the questions that the other asks.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -21,6 +21,7 @@ constexpr double kOwnerGrace = 5.0;   // for calls whose owner throws at the dea
 constexpr double kFollowGrace = 1.0;  // the main thread may end itself first when another rank failed
 constexpr double kStoreGrace = 3.0;   // a rank 0 that ends in order takes its store away while the others end too
 constexpr int kMissingTicks = 3;
+constexpr std::chrono::seconds kStuckQuestion{1};  // the driver answers in microseconds, or is busy with a launch
 
 std::string host_name() {
   char name[256] = "";
@@ -56,13 +57,52 @@ void Watchdog::State::run() {
   }
 }
 
+void Watchdog::State::ask() {
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!stopping) {
+    std::vector<std::pair<uint64_t, Entry>> watched(entries.begin(), entries.end());
+    for (const auto& [id, entry] : watched) {
+      asking = true;
+      asked_at = Clock::now();
+      lock.unlock();  // the questions go to the driver
+      bool finished = false;
+      bool begun = false;
+      std::string trouble;
+      try {
+        finished = entry.poll && entry.poll();
+        begun = !finished && !entry.started && (!entry.begun || entry.begun());
+      } catch (const std::exception& error) {
+        trouble = fmt::format("rank {}: {}: {}", launch.rank, entry.description, error.what());
+      }
+      if (!trouble.empty()) publish(trouble, 1, kFollowGrace);
+      lock.lock();
+      asking = false;
+      const auto found = entries.find(id);
+      if (found == entries.end()) continue;
+      if (finished) {
+        entries.erase(found);
+      } else if (begun && !found->second.started) {
+        found->second.started = true;
+        found->second.start = active_now();
+      }
+    }
+    lock.unlock();
+    watched.clear();  // may hold the last reference to an event, and to destroy it asks the driver too
+    lock.lock();
+    wake.wait_for(lock, kTick, [this] { return stopping; });
+  }
+}
+
 void Watchdog::State::stop(bool in_order) {
+  bool stuck = false;
   {
     std::lock_guard<std::mutex> lock(mutex);
     stopping = true;
     wake.notify_all();
+    stuck = asking && Clock::now() - asked_at > kStuckQuestion;
   }
   if (thread.joinable() && thread.get_id() != std::this_thread::get_id()) thread.join();
+  if (asking_thread.joinable()) stuck ? asking_thread.detach() : asking_thread.join();
   if (!in_order) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
@@ -178,36 +218,17 @@ void Watchdog::State::check_wires() {
 }
 
 void Watchdog::State::check_deadlines() {
-  std::vector<std::pair<uint64_t, Entry>> watched;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    watched.assign(entries.begin(), entries.end());
-  }
-  // The questions go to the driver and are asked without the lock.
-  std::vector<uint64_t> finished;
-  std::vector<uint64_t> begun;
-  for (const auto& [id, entry] : watched) {
-    try {
-      if (entry.poll && entry.poll()) {
-        finished.push_back(id);
-      } else if (!entry.started && (!entry.begun || entry.begun())) {
-        begun.push_back(id);
-      }
-    } catch (const std::exception& error) {
-      publish(fmt::format("rank {}: {}: {}", launch.rank, entry.description, error.what()), 1, kFollowGrace);
-      return;
-    }
-  }
   std::string late;
   uint64_t late_id = 0;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    for (const uint64_t id : finished) entries.erase(id);
-    for (const uint64_t id : begun) {
-      const auto entry = entries.find(id);
-      if (entry == entries.end()) continue;
-      entry->second.started = true;
-      entry->second.start = active_now();
+    // A driver that does not answer cannot say what has begun: from now on the deadline of every call runs.
+    if (asking && Clock::now() - asked_at > kStuckQuestion) {
+      for (auto& [id, entry] : entries) {
+        if (entry.started) continue;
+        entry.started = true;
+        entry.start = active_now();
+      }
     }
     if (failure.rank < 0 && !own_failure) {
       for (const auto& [id, entry] : entries) {

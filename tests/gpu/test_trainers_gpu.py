@@ -9,6 +9,7 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import harness
+import trace_check
 
 TINY = ["--preset", "tiny", "--device", "cuda"]
 LAUNCH = str(harness.SOURCE / "scripts" / "launch.sh")
@@ -101,7 +102,7 @@ class Gpu(harness.TrainerTest):
     def test_cuda_graph_in_ddp(self):
         """Trial B85: the watchdog asks about its events while the step is captured; the ledger counts each replay."""
         for ranks in (1, 2, 4):
-            for args in (["--precision", "bf16"], ["--precision", "fp16", "--accumulate", "2"], ["--naive"]):
+            for args in (["--precision", "bf16"], ["--precision", "fp16", "--accumulate", "2"], ["--naive", "--layers", "1"]):
                 with self.subTest(ranks=ranks, args=args):
                     (off, off_hash), (on, on_hash) = self.graphs("train_ddp", ranks, args + ["--steps", "12", "--batch-size", "4"])
                     for key in ("loss", "grad_norm", "comm_calls", "comm_bytes"):
@@ -160,6 +161,23 @@ class Gpu(harness.TrainerTest):
                 measured, predicted = (rest[False][i] - rest[True][i] for i in (0, 1))
                 print(args, "saves MiB measured", measured >> 20, "predicted", predicted >> 20, {k: v[0] >> 20 for k, v in rest.items()})
                 self.assertAlmostEqual(measured / predicted, 1.0, delta=0.15)
+
+    def test_trace_of_memory_and_streams(self):
+        for ranks, trainer, args in ((1, "train_single", ["--precision", "bf16"]), (2, "train_ddp", ["--accumulate", "2"]),
+                                     (2, "train_ddp", ["--fast", "--precision", "bf16"])):
+            with self.subTest(trainer=trainer, args=args):
+                trace, path = self.folder / "t.json", self.folder / "m.jsonl"
+                self.check_code(launch(ranks, trainer, TINY + ["--steps", "8", "--batch-size", "4", "--log-every", "4", "--trace",
+                                                               trace, "--metrics", path] + args), 0)
+                seen = trace_check.check(trace)
+                _, (run,) = harness.metrics(path)
+                for rank in range(ranks):
+                    values = seen["values"][rank, "memory allocated, bytes"]
+                    self.assertEqual(max(values), run["memory_measured"][rank]["peak_allocated"])
+                    self.assertEqual(len(seen["spans"][rank, "step"]), 8)
+                    if ranks > 1:
+                        buckets = [s for s in seen["spans"][rank, "communication world"] if "'bucket 0'" in s[0]]
+                        self.assertGreaterEqual(len(buckets), 4)
 
     def test_pace_says_what_nvidia_smi_shows(self):
         for preset, ranks, trainer in (("base", 1, "train_single"), ("tiny", 2, "train_ddp")):

@@ -35,7 +35,58 @@ TEST(Predict, MathAttentionKeepsTheProbabilities) {
   const ModelConfig config = preset_config("base", ModelKind::classifier);
   const int64_t difference =
       activation_bytes(config, Precision::fp32, true, 1) - activation_bytes(config, Precision::fp32, false, 1);
-  EXPECT_EQ(difference, 12 * (12 * 256 * 256 * 4 + 2 * 256 * 768 * 4 - 12 * 256 * 4));
+  EXPECT_EQ(difference, 12 * (12 * 256 * 256 * 4 - 12 * 256 * 4));
+  // Under autocast it computes in fp32: probabilities, Q, K and V have 4 bytes there, Q, K and V else 2.
+  const int64_t low =
+      activation_bytes(config, Precision::bf16, true, 1) - activation_bytes(config, Precision::bf16, false, 1);
+  EXPECT_EQ(low, 12 * (12 * 256 * 256 * 4 - 12 * 256 * 4 + 3 * 256 * 768 * 2));
+}
+
+TEST(Predict, CheckpointingKeepsOneTensorALayerAndMakesOneLayerAgain) {
+  ModelConfig config = preset_config("base", ModelKind::classifier);
+  EXPECT_EQ(recomputation_bytes(config, Precision::fp32, false, 1), 0);
+  config.checkpoint_activations = true;
+  const int64_t unit = 256 * 768 * 4;
+  const int64_t norms = 2 * 2 * 256 * 4, log_sum_exp = 12 * 256 * 4;
+  // The inputs of 12 layers and of the final norm; of one layer 15 more.
+  EXPECT_EQ(activation_bytes(config, Precision::fp32, false, 32), 32 * (13 * unit + norms / 2 + 256 * 8));
+  EXPECT_EQ(recomputation_bytes(config, Precision::fp32, false, 32), 32 * (15 * unit + norms + log_sum_exp));
+  // Under autocast the residual streams stay fp32, the rest of the layer halves; its weights are cast again, the head's
+  // (7,690 with bias) stay from forward on.
+  EXPECT_EQ(activation_bytes(config, Precision::bf16, false, 1), 13 * unit + norms / 2 + 256 * 8 + 2 * 7690);
+  const int64_t layer_weights = 12 * 768 * 768 + (3 + 1 + 4 + 1) * 768;  // matrices and their biases
+  EXPECT_EQ(recomputation_bytes(config, Precision::bf16, false, 1),
+            unit + 14 * unit / 2 + norms + log_sum_exp + 2 * layer_weights);
+  EXPECT_EQ(recomputation_bytes(config, Precision::bf16, false, 1, /*low_weights=*/true),
+            15 * unit / 2 + norms + log_sum_exp);
+}
+
+TEST(Predict, CheckpointingPeaksInTheLastLayerOrInTheFirst) {
+  Options options = base_on_gpu(Precision::fp32, 64);
+  options.model.checkpoint_activations = true;
+  const int64_t stream = 64ll * 256 * 768 * 4;
+  // 50 MB a stream against 28 MB of gradients a layer: the most is there when the last layer runs again.
+  const MemoryPrediction many = predict_memory(options, {});
+  EXPECT_EQ(many.gradients, 0);
+  EXPECT_GT(many.activations, (12 + 16 + 1 + 4) * stream);
+  EXPECT_LT(many.activations, (12 + 16 + 1 + 4 + 1) * stream);
+  // 6 MB a stream: when the first layer runs again, and 11 layers, the norm and the head have their gradients.
+  options.batch_size = options.global_batch_size = 8;
+  const MemoryPrediction few = predict_memory(options, {});
+  EXPECT_EQ(few.gradients, 4ll * (11 * 7087872 + 2 * 768 + 7690));
+  EXPECT_EQ(many.activations / 8 - few.activations,
+            11 * stream / 8 - 7ll * 768 * 3072 * 4 / 8);  // the matrix's gradient does not go with the rows
+  // In buckets the gradients are there from the start, and with --accumulate those of the pass before.
+  EXPECT_EQ(predict_memory(options, {/*gradients_in_buckets=*/true}).gradients, 0);
+  options.accumulate = 2;
+  EXPECT_EQ(predict_memory(options, {}).gradients, 4ll * 109836298);
+}
+
+TEST(Predict, CheckpointingFitsSeveralTimesTheRows) {
+  Options options = base_on_gpu(Precision::fp32, 4096);
+  const int64_t plain = largest_batch(options, {}, 16ll << 30);
+  options.model.checkpoint_activations = true;
+  EXPECT_GT(largest_batch(options, {}, 16ll << 30), 5 * plain);
 }
 
 TEST(Predict, StatesAreSixteenBytesAParameter) {

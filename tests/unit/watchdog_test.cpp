@@ -118,6 +118,22 @@ TEST_F(WatchdogDeath, ACallThatIsLateEndsTheProcess) {
       "collective timed out after 1 s: rank 0, step 5, world all_reduce 'bucket 1' f32\\[10\\]; no other rank");
 }
 
+TEST_F(WatchdogDeath, ADriverThatDoesNotAnswerStopsNoDeadline) {
+  // As while another thread hangs in the launch of a CUDA graph: the question whether the call has begun never returns.
+  EXPECT_EXIT(
+      {
+        Watchdog watchdog(Launch{}, nullptr, std::chrono::seconds(1));
+        const auto hangs = [] {
+          std::this_thread::sleep_for(std::chrono::seconds(100));
+          return false;
+        };
+        watchdog.begin_call("replay 5", hangs, hangs);
+        watchdog.begin_call("world all_reduce 'loss'", hangs, hangs);
+        std::this_thread::sleep_for(std::chrono::seconds(20));
+      },
+      ::testing::ExitedWithCode(1), "collective timed out after 1 s: rank 0, step 0, replay 5; no other rank");
+}
+
 TEST_F(WatchdogDeath, AFailedWireEndsTheProcess) {
   EXPECT_EXIT(
       {
