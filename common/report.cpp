@@ -84,6 +84,7 @@ void Report::begin(const Options& options, const Launch& launch, at::Device devi
   devices_ = devices;
   peak_tflops_ = cuda_ ? peak_tflops(devices.at(0).name, to_string(options.precision)) : 0;
   started_ = std::chrono::steady_clock::now();
+  began_ = std::chrono::system_clock::now();
 }
 
 StepNumbers Report::read(const PendingStep& p, double loss, double norm, double loss_scale, bool skipped) {
@@ -211,13 +212,18 @@ std::string Report::summary() const {
 nlohmann::json Report::run_object(const MemoryPrediction& predicted,
                                   const std::vector<std::pair<std::string, int64_t>>& measured_kinds,
                                   const std::vector<std::string>& rank_memory,
-                                  const std::vector<std::string>& rank_gpus,
-                                  const std::vector<LedgerRow>& ledger) const {
+                                  const std::vector<std::string>& rank_gpus, const std::vector<LedgerRow>& ledger,
+                                  const std::vector<std::string>& warnings) const {
   using nlohmann::json;
   json object = {{"kind", "run"}, {"schema", 1}, {"trainer", options_.trainer.name}, {"command", options_.command}};
   for (const auto& [name, value] : environment_lines()) object["environment"][name] = value;
   for (const auto& [name, value] : settings(options_)) object["settings"][name] = value;
   for (const DeviceFacts& facts : devices_) object["devices"].push_back(json::parse(serialize(facts)));
+  object["began"] = fmt::format("{:%FT%TZ}", std::chrono::floor<std::chrono::seconds>(began_));
+  object["warnings"] = warnings;
+  object["weights"] = options_.weights;
+  object["cuda_graph"] = options_.cuda_graph;
+  object["checkpoint_activations"] = options_.model.checkpoint_activations;
   object["world_size"] = launch_.world_size;
   object["launcher"] = launch_.launcher;
   object["precision"] = to_string(options_.precision);

@@ -92,7 +92,7 @@ class Report {
   nlohmann::json run_object(const MemoryPrediction& predicted,
                             const std::vector<std::pair<std::string, int64_t>>& measured_kinds,
                             const std::vector<std::string>& rank_memory, const std::vector<std::string>& rank_gpus,
-                            const std::vector<LedgerRow>& ledger) const;
+                            const std::vector<LedgerRow>& ledger, const std::vector<std::string>& warnings) const;
 
  private:
   /// Median of a number over the steps after warm-up (over all steps if there are no others); NaN if never measured.
@@ -107,6 +107,7 @@ class Report {
   std::vector<DeviceFacts> devices_;
   double peak_tflops_ = 0;
   std::chrono::steady_clock::time_point started_;
+  std::chrono::system_clock::time_point began_;  // for the record
   std::vector<StepNumbers> steps_;
   StepNumbers last_;
   std::vector<LedgerRow> previous_ledger_;

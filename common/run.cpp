@@ -44,6 +44,9 @@ Run::Run(const Options& options, const Launch& launch, at::Device device, Commun
   say(launch, banner(options, launch, s.devices, world != nullptr ? world->wire() : "none"));
   say(launch, memory_table(s.memory) + call_table(s.calls, options.world));
   s.refuse_if_too_large(pattern);
+  if (launch.share_gpu && launch.local_size > 1) {  // the banner has said it
+    s.warnings.push_back(fmt::format("{} ranks share one GPU: times mean nothing", launch.local_size));
+  }
 
   at::manual_seed(options.seed);  // LibTorch seeds its generators at random
   for (const int signal_number : {SIGINT, SIGTERM}) std::signal(signal_number, on_stop_signal);
@@ -95,11 +98,13 @@ std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
     s.loaded = file.training;
     if (file.training.step > 0 && s.options.data == "fresh" &&
         (file.training.seed != s.options.seed || file.training.global_batch_size != s.options.global_batch_size)) {
-      say(s.launch,
-          fmt::format("note: {} was trained with seed {} and {} rows a step, this run goes on with seed {} and {} "
-                      "rows: its data is another stream\n",
-                      s.options.load, file.training.seed, file.training.global_batch_size, s.options.seed,
-                      s.options.global_batch_size));
+      const std::string note = fmt::format(
+          "{} was trained with seed {} and {} rows a step, this run goes on with seed {} and {} "
+          "rows: its data is another stream",
+          s.options.load, file.training.seed, file.training.global_batch_size, s.options.seed,
+          s.options.global_batch_size);
+      say(s.launch, "note: " + note + "\n");
+      s.warnings.push_back(note);
     }
     say(s.launch, fmt::format("loaded {} at step {}\n", s.options.load, file.training.step));
   }
@@ -122,6 +127,11 @@ void Run::measure_memory(const std::string& kind) {
 }
 
 // ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+void Run::State::warn(const std::string& line) {
+  std::fprintf(stderr, "warning: %s\n", line.c_str());
+  warnings.push_back(line);
+}
 
 void Run::State::inject(int64_t step) const {
   for (const Injection& fault : options.inject) {

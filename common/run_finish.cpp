@@ -37,7 +37,7 @@ void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const Lo
   } catch (const std::exception& error) {
     // Days of training are worth more than one file: the run goes on, the exit code tells (trial B34).
     save_failed = true;
-    std::fprintf(stderr, "warning: checkpoint not written, the run goes on: %s\n", error.what());
+    warn(fmt::format("checkpoint not written, the run goes on: {}", error.what()));
   }
 }
 
@@ -121,7 +121,8 @@ int Run::finish(const std::function<Verdict(const TrainingRecord&)>& prove) {
     }
   }
   say(s.launch, s.report.summary());
-  if (s.metrics) s.metrics->run(s.report.run_object(s.memory, s.measured_memory, memory, gpu_objects, ledger));
+  if (s.metrics)
+    s.metrics->run(s.report.run_object(s.memory, s.measured_memory, memory, gpu_objects, ledger, s.warnings));
 
   int code = s.save_failed ? kExitFailed : kExitDone;
   if (s.options.verify && s.stop) {

@@ -38,6 +38,7 @@ struct Run::State {
   int64_t memory_mark = 0;
   int64_t saved_step = -1;
   bool save_failed = false;
+  std::vector<std::string> warnings;     // for the record; printed when they came up
   std::string drifted;                   // with --verify: which ranks ended with other parameters
   bool stop = false;                     // Ctrl-C, agreed on by all ranks
   bool go_on = options.min_seconds > 0;  // past --steps, because --min-seconds are not over; agreed on likewise
@@ -56,6 +57,8 @@ struct Run::State {
       : options(o), launch(l), device(d), world(w) {}
 
   bool records() const { return options.verify; }
+  /// Says it on stderr at once, and keeps it for the run object.
+  void warn(const std::string& line);
   void inject(int64_t step) const;
   void refuse_if_too_large(const MemoryPattern& pattern) const;
   void flush(int64_t step);

@@ -85,7 +85,7 @@ void Run::State::write_trace() {
     say(launch, fmt::format("trace written to {}: open it in ui.perfetto.dev\n", options.trace));
   } catch (const std::exception& error) {
     save_failed = true;
-    std::fprintf(stderr, "warning: trace not written: %s\n", error.what());
+    warn(fmt::format("trace not written: {}", error.what()));
   }
 }
 
@@ -225,7 +225,7 @@ void Run::State::write_profile() {
   result->save(part);
   if (std::rename(part.c_str(), path.c_str()) != 0) {
     save_failed = true;
-    std::fprintf(stderr, "warning: profile not written: %s: %s\n", path.c_str(), std::strerror(errno));
+    warn(fmt::format("profile not written: {}: {}", path, std::strerror(errno)));
     return;
   }
   say(launch, fmt::format("profile of {} steps written to {}\n", kProfiledSteps, path));
