@@ -193,6 +193,7 @@ std::string Report::summary() const {
   std::string text = fmt::format(
       "step time {:.2f} ms median ({:.2f} to {:.2f}), {} tokens/s, {:.2f} TFLOP/s per rank\n", ms, lowest, highest,
       with_commas(static_cast<int64_t>(median(&StepNumbers::tokens_per_second))), median(&StepNumbers::tflops));
+  if (!options_.pace.phases.empty()) text += "with --pace: halts within a step are part of its time\n";
   text += loss_scale_line();
   const double exposed = median(&StepNumbers::exposed_ms);
   if (!std::isnan(exposed)) {

@@ -91,7 +91,9 @@ std::string Report::ledger_report(const std::vector<CallPrediction>& predicted, 
     all.push_back({row.group, row.call, row.purpose == Purpose::training ? "training" : "bookkeeping",
                    std::to_string(row.calls), with_commas(row.payload_bytes), fmt::format("{:.3f}", row.seconds)});
   }
-  return text + table("byte ledger of rank 0, whole run", all, true);
+  text += table("byte ledger of rank 0, whole run", all, true);
+  if (options_.cuda_graph) text += "calls inside the CUDA graph are counted with each replay, and not timed\n";
+  return text;
 }
 
 }  // namespace mgp
