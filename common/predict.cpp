@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "common/text.hpp"
 
@@ -222,6 +223,33 @@ std::string memory_table(const MemoryPrediction& p) {
     rows.push_back({kind, human_bytes(static_cast<double>(bytes)), with_commas(bytes)});
   }
   return table("memory per rank, predicted", rows, /*head=*/false);
+}
+
+std::string choices_text(const Options& options, const MemoryPattern& pattern) {
+  const int64_t peak = predict_memory(options, pattern).peak();
+  const auto beside = [&](const Options& other, const std::string& choice) {
+    const int64_t difference = predict_memory(other, pattern).peak() - peak;
+    return fmt::format("{} {} {} of the predicted peak", choice, difference >= 0 ? "saves" : "costs",
+                       human_bytes(static_cast<double>(std::abs(difference))));
+  };
+  std::string text;
+  if (uses_autocast(options.precision)) {
+    Options other = options;
+    other.weights = options.low_weights() ? "autocast" : "low";
+    text += beside(other, fmt::format("--weights {}, beside {},", options.weights, other.weights));
+    // Per parameter. Autocast's casts come and go with the activations.
+    text += options.low_weights() ? ": 18 bytes a parameter at the end of backward (2 weight, 4 master, 8 moments, 4 "
+                                    "gradient) for 16, and a residual stream of 2 bytes for 4\n"
+                                  : ": 16 bytes a parameter (4 weight, 8 moments, 4 gradient) for 18, casts of 2 and a "
+                                    "residual stream of 4 bytes for 2\n";
+  }
+  if (options.model.checkpoint_activations) {
+    Options other = options;
+    other.model.checkpoint_activations = false;
+    text += beside(other, "--checkpoint-activations");
+    text += ", and costs each layer's forward once more: a third more arithmetic\n";
+  }
+  return text;
 }
 
 std::string call_table(const std::vector<CallPrediction>& calls, int ranks) {

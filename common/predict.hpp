@@ -57,6 +57,10 @@ double wire_bytes(const std::string& call, double payload, int ranks);
 
 /// The tables of --predict and of the banner.
 std::string memory_table(const MemoryPrediction& prediction);
+
+/// What --weights and --checkpoint-activations cost or save beside the other choice: a line each, where there is a choice
+/// (bf16 and fp16) or checkpointing is on.
+std::string choices_text(const Options& options, const MemoryPattern& pattern);
 std::string call_table(const std::vector<CallPrediction>& calls, int ranks);
 
 }  // namespace mgp

@@ -42,7 +42,7 @@ Run::Run(const Options& options, const Launch& launch, at::Device device, Commun
   const int threads = at::get_num_threads();
   s.devices = world != nullptr ? world->devices() : std::vector<DeviceFacts>{describe_device(launch, device, threads)};
   say(launch, banner(options, launch, s.devices, world != nullptr ? world->wire() : "none"));
-  say(launch, memory_table(s.memory) + call_table(s.calls, options.world));
+  say(launch, memory_table(s.memory) + choices_text(options, pattern) + call_table(s.calls, options.world));
   s.refuse_if_too_large(pattern);
   if (launch.share_gpu && launch.local_size > 1) {  // the banner has said it
     s.warnings.push_back(fmt::format("{} ranks share one GPU: times mean nothing", launch.local_size));

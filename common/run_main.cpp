@@ -29,7 +29,8 @@ std::optional<int> answer_and_stop(const Options& options, const Launch& launch,
   }
   if (options.predict) {
     say(launch, table(options.trainer.summary, to_rows(settings(options)), /*head=*/false) +
-                    memory_table(predict_memory(options, pattern)) + call_table(calls, options.world));
+                    memory_table(predict_memory(options, pattern)) + choices_text(options, pattern) +
+                    call_table(calls, options.world));
     return kExitDone;
   }
   return std::nullopt;

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "common/text.hpp"
+
 #include "examples/ddp/gradient_reducer.hpp"
 #include "examples/ddp/naive_reduce.hpp"
 
@@ -151,6 +153,29 @@ TEST(Buckets, BaseModelInBucketsOf25MiB) {
   EXPECT_EQ(predict_naive_calls(config, 4).calls, 2 + 12 * 12 + 4);
   EXPECT_EQ(predict_naive_calls(config, 4).payload_bytes, 4ll * 109836298);
   EXPECT_EQ(predict_gradient_calls(config, Precision::fp64, 25.0).payload_bytes, 8ll * 109836298 + (128 - 10 * 8));
+}
+
+TEST(Predict, ChoicesAreSaidWithWhatTheyCostOrSave) {
+  Options options;
+  options.model = preset_config("base", ModelKind::classifier);
+  options.cuda = true;
+  options.batch_size = options.global_batch_size = 32;
+  options.weights = "autocast";
+  EXPECT_EQ(choices_text(options, {}), "");  // fp32: no choice
+  options.precision = Precision::bf16;
+  const int64_t autocast = predict_memory(options, {}).peak();
+  EXPECT_NE(choices_text(options, {}).find("--weights autocast, beside low, costs"), std::string::npos);
+  options.weights = "low";
+  const int64_t low = predict_memory(options, {}).peak();
+  const std::string text = choices_text(options, {});
+  EXPECT_NE(text.find("--weights low, beside autocast, saves " + human_bytes(static_cast<double>(autocast - low))),
+            std::string::npos)
+      << text;
+  options.model.checkpoint_activations = true;
+  const int64_t checkpointed = predict_memory(options, {}).peak();
+  EXPECT_NE(choices_text(options, {})
+                .find("--checkpoint-activations saves " + human_bytes(static_cast<double>(low - checkpointed))),
+            std::string::npos);
 }
 
 }  // namespace
