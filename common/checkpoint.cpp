@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 
 #include <cmath>
+#include <exception>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -273,23 +274,59 @@ void check_full_state(const FullState& state, const ModelConfig& config, at::Sca
   if (!differences.empty()) fail(path, fmt::format("does not fit this run: {}", fmt::join(differences, "; ")));
 }
 
-void restore(const FullState& state, AdamW& optimizer) {
+void save_full_state_of_pieces(const std::string& path, const ModelConfig& config, const AdamW& optimizer,
+                               const TrainingState& training, ShardLayout& layout) {
+  const NamedTensors kinds[] = {optimizer.masters(), optimizer.exp_avg(), optimizer.exp_avg_sq()};
+  const size_t count = layout.parameters().size();
+  size_t gathered = 0;  // parameters of all kinds, one after the other: the order of the file
+  const auto next = [&] {
+    const at::Tensor whole = layout.gather_one(gathered % count, kinds[gathered / count]);
+    ++gathered;
+    return whole;
+  };
+  std::exception_ptr failure;
+  if (!path.empty()) {
+    FullState state{config, {}, {}, {}, {}, training};
+    const at::ScalarType dtype = kinds[0].front().second.scalar_type();
+    for (const ParameterShape& parameter : layout.parameters()) {
+      const auto placeholder = [&] {
+        return at::empty(parameter.shape, at::TensorOptions().dtype(dtype).device(at::kMeta));
+      };
+      state.model.emplace_back(parameter.name, placeholder());
+      state.exp_avg.emplace_back(parameter.name, placeholder());
+      state.exp_avg_sq.emplace_back(parameter.name, placeholder());
+      // Every piece has taken the same steps.
+      state.steps.emplace_back(parameter.name, copy_on_cpu(optimizer.steps().front().second));
+    }
+    try {
+      write_pt(path, full_state_value(state), [&](const std::string&, const at::Tensor&) { return next(); });
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+  }
+  while (gathered < 3 * count) next();  // the others wait in these gathers
+  if (failure) std::rethrow_exception(failure);
+}
+
+void restore(const FullState& state, AdamW& optimizer, const ShardLayout* layout) {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
-  const auto plan = [&](const NamedTensors& live, const NamedTensors& saved) {
+  const auto plan = [&](const NamedTensors& live, const NamedTensors& saved, bool counts) {
     const ByName values = by_name(saved);
-    for (const auto& [name, tensor] : live) {
+    for (size_t i = 0; i < live.size(); ++i) {
+      const auto& [name, tensor] = live[i];
       const auto value = values.find(name);
-      if (value == values.end() || value->second.sizes() != tensor.sizes()) {
+      const bool is_piece = layout != nullptr && !counts;
+      if (value == values.end() || (!is_piece && value->second.sizes() != tensor.sizes())) {
         throw RunError("cannot restore " + name + ": the file was not checked against this model");
       }
-      copies.emplace_back(tensor, value->second);
+      copies.emplace_back(tensor, is_piece ? layout->cut(i, value->second).view(tensor.sizes()) : value->second);
     }
   };
-  plan(optimizer.masters(), state.model);
+  plan(optimizer.masters(), state.model, /*counts=*/false);
   if (!state.exp_avg.empty()) {
-    plan(optimizer.exp_avg(), state.exp_avg);
-    plan(optimizer.exp_avg_sq(), state.exp_avg_sq);
-    plan(optimizer.steps(), state.steps);
+    plan(optimizer.exp_avg(), state.exp_avg, /*counts=*/false);
+    plan(optimizer.exp_avg_sq(), state.exp_avg_sq, /*counts=*/false);
+    plan(optimizer.steps(), state.steps, /*counts=*/true);
   }
   const at::NoGradGuard no_grad;
   for (auto& [to, from] : copies) to.copy_(from);

@@ -16,6 +16,7 @@
 #include "common/named_tensors.hpp"
 #include "common/optimizer.hpp"
 #include "common/pt_file.hpp"
+#include "common/shards.hpp"
 
 namespace mgp {
 
@@ -45,6 +46,12 @@ struct FullState {
 void save_full_state(const std::string& path, const ModelConfig& config, const AdamW& optimizer,
                      const TrainingState& training);
 
+/// The same from pieces, of which `layout` tells where they belong: collective, all ranks call it, rank 0 alone needs path and
+/// training. Gathered one parameter at a time while the file is written. When rank 0 cannot write it still takes part in
+/// the rest, and throws RunError then.
+void save_full_state_of_pieces(const std::string& path, const ModelConfig& config, const AdamW& optimizer,
+                               const TrainingState& training, ShardLayout& layout);
+
 /// What save_full_state writes, for trainers that hold only shards: with meta tensors in `state` as placeholders,
 /// write_pt asks for the values unit by unit (pt_file.hpp).
 PtValue full_state_value(const FullState& state);
@@ -61,7 +68,7 @@ void check_full_state(const FullState& state, const ModelConfig& config, at::Sca
 
 /// Copies weights, moments and step counts into the live optimizer and its parameters, on their device and in place, so
 /// that whoever holds these tensors (gradient buckets, graphs) sees them. Weights alone leave the moments as they are.
-void restore(const FullState& state, AdamW& optimizer);
+void restore(const FullState& state, AdamW& optimizer, const ShardLayout* layout = nullptr);
 
 /// State of the default generators of this process (CPU, and CUDA if `device` is one), and back.
 void capture_rng(TrainingState& training, at::Device device);

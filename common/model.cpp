@@ -178,14 +178,21 @@ at::Tensor initial_value(const ParameterShape& parameter, uint64_t seed, int64_t
   return out;
 }
 
+namespace {
+
+Model construct(const ModelConfig& config, const at::TensorOptions& options) {
+  if (config.kind == ModelKind::classifier) return std::make_shared<TransformerClassifier>(config, options);
+  return std::make_shared<MlpModel>(config, options);
+}
+
+}  // namespace
+
+Model make_empty_model(const ModelConfig& config, at::ScalarType dtype) {
+  return construct(config, at::TensorOptions().device(at::kCPU).dtype(dtype));
+}
+
 Model make_model(const ModelConfig& config, uint64_t seed, at::Device device, at::ScalarType dtype) {
-  const auto options = at::TensorOptions().device(device).dtype(dtype);
-  Model model;
-  if (config.kind == ModelKind::classifier) {
-    model = std::make_shared<TransformerClassifier>(config, options);
-  } else {
-    model = std::make_shared<MlpModel>(config, options);
-  }
+  Model model = construct(config, at::TensorOptions().device(device).dtype(dtype));
   if (device.is_meta()) return model;
 
   const at::NoGradGuard no_grad;

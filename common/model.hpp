@@ -28,6 +28,10 @@ using Model = std::shared_ptr<ModelImpl>;
 /// On the meta device nothing is allocated or filled: shapes and names alone.
 Model make_model(const ModelConfig& config, uint64_t seed, at::Device device, at::ScalarType dtype);
 
+/// The same without values and, on most systems, without memory: tensors on the CPU that nobody has touched. For trainers
+/// that put memory of their own behind the parameters (set_data).
+Model make_empty_model(const ModelConfig& config, at::ScalarType dtype);
+
 /// The initial value of one parameter, or of elements [first, first + count) of its flattened form: what a shard or a
 /// stage calls for its own piece. fp64 on the CPU; norms are 1, biases 0, matrices have standard deviation
 /// 0.5 / sqrt(last dimension).

@@ -12,7 +12,24 @@ namespace mgp {
 
 AdamW::AdamW(const NamedTensors& parameters, const AdamWOptions& options) : AdamW(parameters, parameters, options) {}
 
+namespace {
+
+std::vector<int64_t> dims_of(const NamedTensors& parameters) {
+  std::vector<int64_t> dims;
+  for (const auto& [name, parameter] : parameters) dims.push_back(parameter.dim());
+  return dims;
+}
+
+}  // namespace
+
 AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const AdamWOptions& options)
+    : AdamW(parameters, masters, dims_of(parameters), options) {}
+
+AdamW::AdamW(const NamedTensors& pieces, const std::vector<int64_t>& dims, const AdamWOptions& options)
+    : AdamW(pieces, pieces, dims, options) {}
+
+AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const std::vector<int64_t>& dims,
+             const AdamWOptions& options)
     : parameters_(parameters),
       masters_(masters),
       has_masters_(!masters.empty() && !masters.front().second.is_same(parameters.front().second)),
@@ -26,7 +43,7 @@ AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const 
     exp_avg_sq_.push_back(at::zeros_like(master));
     // One count for each parameter, on its device: the fused kernel reads it there, so the host never has to know it.
     steps_.push_back(at::zeros({}, parameter.options().dtype(at::kFloat).requires_grad(false)));
-    Group& group = has_weight_decay(name, parameter.dim()) ? decayed : plain;
+    Group& group = has_weight_decay(name, dims[i]) ? decayed : plain;
     group.parameters.push_back(parameter);
     group.masters.push_back(master);
     group.exp_avg.push_back(exp_avg_.back());
@@ -50,6 +67,7 @@ void LearningRate::set(double value) {
 void AdamW::step(const LearningRate& lr, const at::Tensor& found_inf) {
   const at::NoGradGuard no_grad;
   // The kernel reads a learning rate on the device as fp32. Rounded here too, a step is the same bits either way.
+  if (masters_.empty()) return;  // a rank may hold no piece at all
   const bool is_double = masters_.front().second.scalar_type() == at::kDouble;
   const double number = is_double ? lr.value() : static_cast<float>(lr.value());
   const std::optional<at::Tensor> skip = found_inf.defined() ? std::optional<at::Tensor>(found_inf) : std::nullopt;

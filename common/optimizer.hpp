@@ -42,6 +42,10 @@ class AdamW {
   /// than 1/256 of it would be lost. Gradients must be in the masters' dtype (widen_gradients, or DDP's buckets).
   AdamW(const NamedTensors& parameters, const NamedTensors& masters, const AdamWOptions& options);
 
+  /// For pieces of parameters: flat ranges have lost the number of dimensions, on which weight decay hangs. `dims`: of each
+  /// whole parameter.
+  AdamW(const NamedTensors& pieces, const std::vector<int64_t>& dims, const AdamWOptions& options);
+
   /// One step with learning rate `lr` (rounded to fp32, but not in fp64), from the gradients in `.grad()`. A parameter without a gradient is stepped with
   /// zeros, so that all trainers agree on what an unused parameter means. `found_inf` (LossScaler; may be undefined): if
   /// it holds 1 on the device nothing changes, step counts included, and the host never knows.
@@ -64,6 +68,8 @@ class AdamW {
   NamedTensors steps() const;
 
  private:
+  AdamW(const NamedTensors& parameters, const NamedTensors& masters, const std::vector<int64_t>& dims,
+        const AdamWOptions& options);
   struct Group {
     double weight_decay;
     std::vector<at::Tensor> parameters, masters, exp_avg, exp_avg_sq, steps;

@@ -158,6 +158,14 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
   // thread of its own, and handles belong to threads.
   memory.workspace = o.cuda ? 2 * (32ll << 20) : 0;
   if (pattern.gradients_in_buckets) memory.communication_buffers = parameters;
+  if (pattern.shard_elements > 0) {
+    const int64_t held = pattern.shard_elements * s;
+    const int64_t compute = o.low_weights() ? compute_bytes(o.precision) : s;
+    memory.parameters = held;
+    memory.optimizer = 2 * held;
+    // The gradient of the shard stays; whole units and what is on its way come and go.
+    memory.communication_buffers = held + pattern.whole_elements * compute;
+  }
 
   // Two moments can be the peak. Start of backward: all activations, and no gradients yet (unless an earlier pass of the
   // same step left them). End of backward: all gradients, no activations.
@@ -165,6 +173,7 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
   const int64_t kept = activation_bytes(m, o.precision, math_attention, rows, o.low_weights());
   const int64_t again = recomputation_bytes(m, o.precision, math_attention, rows, o.low_weights());
   const int64_t temporaries = backward_temporaries(m, o.precision, math_attention, o.low_weights(), rows);
+  const bool shards = pattern.shard_elements > 0;  // their gradients leave unit by unit, those of earlier passes stay
   const int64_t gradients_at_start = pattern.gradients_in_buckets || o.accumulate == 1 ? 0 : parameters;
   // With checkpointing the start holds the inputs of all layers and the whole of the last layer, run again. (Its
   // output, made again, takes the place of the last residual stream, which the final norm has let go by then.)
@@ -174,12 +183,13 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
   const int64_t element = stream_bytes(o.precision, o.low_weights());  // also of a fresh gradient
   const int64_t embedding = m.vocab_size * m.dim * element;
   const int64_t stream = residual_stream(m, o.precision, o.low_weights(), rows);
-  const Need at_end{2 * stream, pattern.gradients_in_buckets ? embedding : parameters};
+  const int64_t whole_at_end = shards ? pattern.whole_gradient_elements * s : parameters;
+  const Need at_end{2 * stream, pattern.gradients_in_buckets ? embedding : whole_at_end};
   Need peak = at_start.total() >= at_end.total() ? at_start : at_end;
 
   // A third with checkpointing: from layer to layer backward lets one input go and leaves one layer's gradients, so the
   // first layer's second run may need more than the last layer's. No gradients yet: its own, embedding and positions.
-  if (m.checkpoint_activations && !pattern.gradients_in_buckets && o.accumulate == 1) {
+  if (m.checkpoint_activations && !pattern.gradients_in_buckets && !shards && o.accumulate == 1) {
     const int64_t gradients = (parameter_count(m) - layer_parameters(m) - m.seq_len * m.dim) * element - embedding;
     const Need at_first_layer{at_start.activations - (m.layers - 1) * stream, gradients};
     if (at_first_layer.total() > peak.total()) peak = at_first_layer;

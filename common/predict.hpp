@@ -24,6 +24,11 @@ struct MemoryPrediction {
 /// What a pattern changes in the memory of plain data parallel training.
 struct MemoryPattern {
   bool gradients_in_buckets = false;  ///< persistent flat buffers of the size of all gradients
+
+  /// Trainers that shard: elements that a rank holds for good, padding included (0: everything is whole).
+  int64_t shard_elements = 0;
+  int64_t whole_elements = 0;           ///< parameters that are gathered at the peak, in the dtype of the computation
+  int64_t whole_gradient_elements = 0;  ///< gradients that are whole at the peak, and their buffer for the reduce-scatter
 };
 
 /// Activations that forward keeps for backward, for `rows` rows, in bytes. Counted tensor by tensor in predict.cpp

@@ -204,7 +204,8 @@ std::string Report::summary() const {
     text += fmt::format("exposed tail: {} ({})\n", tail_label_, human_bytes(static_cast<double>(tail_bytes_)));
   }
   text += fmt::format("parameters after step {}: hash {:016x}{}\n", last_.step, parameter_hash_,
-                      !ranks_equal_            ? ", NOT equal on all ranks"
+                      sharded_                 ? ", gathered from all ranks"
+                      : !ranks_equal_          ? ", NOT equal on all ranks"
                       : launch_.world_size > 1 ? fmt::format(", equal on all {} ranks", launch_.world_size)
                                                : "");
   return text;

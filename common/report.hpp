@@ -72,9 +72,10 @@ class Report {
   std::string progress_line(const std::string& more = "") const;
 
   int64_t last_step() const { return last_.step; }
-  void set_parameter_hash(uint64_t hash, bool ranks_equal) {
+  void set_parameter_hash(uint64_t hash, bool ranks_equal, bool sharded = false) {
     parameter_hash_ = hash;
     ranks_equal_ = ranks_equal;
+    sharded_ = sharded;
   }
 
   std::string memory_report(const MemoryPrediction& predicted,
@@ -116,6 +117,7 @@ class Report {
   int64_t tail_bytes_ = 0;
   uint64_t parameter_hash_ = 0;
   bool ranks_equal_ = true;
+  bool sharded_ = false;  // the hash is of the tensors that were gathered on rank 0
 };
 
 }  // namespace mgp

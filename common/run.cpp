@@ -92,7 +92,7 @@ std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
       throw UsageError(fmt::format("--load {}: it was saved at step {}, after --steps {}", s.options.load,
                                    file.training.step, s.options.steps));
     }
-    restore(file, optimizer);
+    restore(file, optimizer, s.layout);
     if (file.training.loss_scale) scaler.restore(*file.training.loss_scale, file.training.good_steps);
     restore_rng(file.training, s.device);
     s.loaded = file.training;
@@ -108,10 +108,12 @@ std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
     }
     say(s.launch, fmt::format("loaded {} at step {}\n", s.options.load, file.training.step));
   }
-  if (s.records()) s.record.initial_parameters = copies_on_cpu(optimizer.masters());
+  if (s.records()) s.record.initial_parameters = s.whole(optimizer.masters());
   s.step_began = Moment::record(s.device);
   return s.loaded.bucket_order;
 }
+
+void Run::set_layout(ShardLayout* layout) { state_->layout = layout; }
 
 int64_t Run::first_step() const { return state_->loaded.step + 1; }
 
@@ -179,9 +181,9 @@ void Run::gradients_ready(int64_t step, const NamedTensors& parameters) {
   if (step != first_step() || (!s.records() && s.options.dump_gradients.empty())) return;
   NamedTensors gradients;
   for (const auto& [name, parameter] : parameters) {
-    gradients.emplace_back(
-        name, parameter.grad().defined() ? copy_on_cpu(parameter.grad()) : copy_on_cpu(at::zeros_like(parameter)));
+    gradients.emplace_back(name, parameter.grad().defined() ? parameter.grad() : at::zeros_like(parameter));
   }
+  gradients = s.whole(gradients);
   if (!s.options.dump_gradients.empty() && s.launch.rank == 0) {
     write_safetensors(s.options.dump_gradients, gradients, {{"step", std::to_string(step)}});
   }

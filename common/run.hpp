@@ -14,6 +14,7 @@
 #include "common/loss_scaler.hpp"
 #include "common/options.hpp"
 #include "common/predict.hpp"
+#include "common/shards.hpp"
 #include "common/timing.hpp"
 #include "common/verify.hpp"
 
@@ -58,6 +59,10 @@ class Run {
   ~Run();
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
+
+  /// For trainers that shard: whole tensors for --verify, --dump-gradients, hashes and checkpoints come together on rank 0
+  /// through `layout`, whose pieces are the optimizer's parameters in order. Call before load(); it must live as long.
+  void set_layout(ShardLayout* layout);
 
   /// Restores model, optimizer, loss scale and position from --load; returns the saved order of DDP's gradients (else
   /// empty).

@@ -16,7 +16,10 @@ namespace mgp {
 void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
                                   const std::vector<std::string>& bucket_order) {
   saved_step = step;
-  if (launch.rank != 0) return;
+  if (launch.rank != 0) {
+    if (layout != nullptr) save_full_state_of_pieces("", options.model, optimizer, {}, *layout);
+    return;
+  }
   TrainingState training;
   training.step = step;
   training.seed = options.seed;
@@ -32,7 +35,11 @@ void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const Lo
   std::optional<Watchdog::Pause> pause;
   if (world != nullptr) pause.emplace(world->watchdog());
   try {
-    save_full_state(*options.save, options.model, optimizer, training);
+    if (layout != nullptr) {
+      save_full_state_of_pieces(*options.save, options.model, optimizer, training, *layout);
+    } else {
+      save_full_state(*options.save, options.model, optimizer, training);
+    }
     say(launch, fmt::format("saved {} at step {}\n", *options.save, step));
   } catch (const std::exception& error) {
     // Days of training are worth more than one file: the run goes on, the exit code tells (trial B34).
@@ -66,21 +73,30 @@ void Run::expect_equal_ranks(const NamedTensors& parameters) {
   s.world->expect_same("parameters", hash_tensors(tensors));
 }
 
+void Run::State::check_equal(uint64_t hash) {
+  try {
+    if (world != nullptr) world->expect_same("parameters", hash);  // the ranks may never drift apart
+  } catch (const RunError& error) {
+    if (!options.verify) throw;
+    drifted = error.what();  // the proof goes on and says where the difference began; the verdict is settled
+  }
+  report.set_parameter_hash(hash, drifted.empty());
+}
+
 void Run::training_ended(const NamedTensors& parameters) {
   State& s = *state_;
+  const NamedTensors gathered = s.layout != nullptr ? s.layout->gather(parameters) : parameters;
   std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : parameters) {
+  for (const auto& [name, tensor] : gathered) {
     tensors.push_back(tensor);
     if (s.records()) s.record.final_parameters.emplace_back(name, copy_on_cpu(tensor));
   }
   const uint64_t hash = hash_tensors(tensors);
-  try {
-    if (s.world != nullptr) s.world->expect_same("parameters", hash);  // the ranks may never drift apart
-  } catch (const RunError& error) {
-    if (!s.options.verify) throw;
-    s.drifted = error.what();  // the proof goes on and says where the difference began; the verdict is settled
+  if (s.layout != nullptr) {
+    s.report.set_parameter_hash(hash, /*ranks_equal=*/true, /*sharded=*/true);
+  } else {
+    s.check_equal(hash);
   }
-  s.report.set_parameter_hash(hash, s.drifted.empty());
   if (!s.options.dump_batches.empty() && s.launch.rank == 0) {
     write_safetensors(s.options.dump_batches, s.batches,
                       {{"global_batch_size", std::to_string(s.options.global_batch_size)}});

@@ -22,7 +22,8 @@ struct Run::State {
   const Options options;
   const Launch launch;
   const at::Device device;
-  Communicator* const world;  // null in a trainer of one process
+  Communicator* const world;      // null in a trainer of one process
+  ShardLayout* layout = nullptr;  // null: every rank holds whole tensors
   MemoryPrediction memory;
   std::vector<CallPrediction> calls;
   std::vector<DeviceFacts> devices;
@@ -57,11 +58,16 @@ struct Run::State {
       : options(o), launch(l), device(d), world(w) {}
 
   bool records() const { return options.verify; }
+  /// Whole tensors on the CPU: copies, or gathered through the layout (collective; empty on ranks other than 0).
+  NamedTensors whole(const NamedTensors& tensors) const {
+    return layout != nullptr ? layout->gather(tensors) : copies_on_cpu(tensors);
+  }
   /// Says it on stderr at once, and keeps it for the run object.
   void warn(const std::string& line);
   void inject(int64_t step) const;
   void refuse_if_too_large(const MemoryPattern& pattern) const;
   void flush(int64_t step);
+  void check_equal(uint64_t hash);
   bool stop_asked() const;  ///< by Ctrl-C, on this rank
   void begin_watching();
   void begin_phase(const std::string& name);

@@ -1,0 +1,126 @@
+#include "examples/fsdp/flat_unit.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "common/model.hpp"
+
+namespace mgp {
+
+int64_t FlatUnit::shard_numel(int64_t numel, int64_t ranks) {
+  constexpr int64_t kAlignment = 32;
+  const int64_t share = (numel + ranks - 1) / ranks;
+  return (share + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+int64_t FlatUnit::padded_numel(const std::vector<ParameterShape>& shapes, int64_t ranks) {
+  int64_t numel = 0;
+  for (const ParameterShape& shape : shapes) numel += shape.numel();
+  return ranks * shard_numel(numel, ranks);
+}
+
+FlatUnit::FlatUnit(UnitParameters parameters, Communicator& world, ShardStrategy strategy, at::ScalarType master,
+                   at::ScalarType compute, uint64_t seed)
+    : whole_(std::move(parameters)), world_(world), sharded_(strategy != ShardStrategy::none) {
+  const at::NoGradGuard no_grad;
+  int64_t numel = 0;
+  for (const ParameterShape& shape : whole_.shapes) {
+    first_.push_back(numel);
+    numel += shape.numel();
+  }
+  const int64_t ranks = sharded_ ? world_.size() : 1;
+  const int64_t rank = sharded_ ? world_.rank() : 0;
+  length_ = shard_numel(numel, ranks);
+  const auto on_device = at::TensorOptions().device(world_.device());
+  shard_ = at::zeros({length_}, on_device.dtype(master));     // [S]
+  gradient_ = at::zeros({length_}, on_device.dtype(master));  // [S]
+
+  // This rank's pieces: where its range [begin, begin + S) meets the ranges of the parameters.
+  const int64_t begin = rank * length_;
+  for (size_t p = 0; p < whole_.shapes.size(); ++p) {
+    const int64_t from = std::max(begin, first_[p]);
+    const int64_t to = std::min(begin + length_, first_[p] + whole_.shapes[p].numel());
+    if (from >= to) continue;
+    pieces_.push_back({whole_.shapes[p], from - first_[p], to - from});
+    shards_.emplace_back(whole_.shapes[p].name, shard_.narrow(0, from - begin, to - from));  // [count]
+    gradients_.push_back(gradient_.narrow(0, from - begin, to - from));                      // [count]
+    shards_.back().second.copy_(initial_value(whole_.shapes[p], seed, pieces_.back().first, pieces_.back().count));
+  }
+
+  flat_ = at::empty({ranks * length_}, on_device.dtype(compute));  // [n * S]
+  for (size_t p = 0; p < whole_.shapes.size(); ++p) {
+    whole_.tensors[p].set_data(flat_.narrow(0, first_[p], whole_.shapes[p].numel()).view(whole_.shapes[p].shape));
+  }
+  resize_memory(flat_, 0);
+}
+
+void FlatUnit::start_gather() {
+  const at::NoGradGuard no_grad;
+  resize_memory(flat_, gathered_bytes());
+  const at::Tensor mine = shard_.to(flat_.scalar_type());  // rounded with --weights low; else the shard itself
+  if (sharded_) {
+    gather_ = world_.all_gather(flat_, mine, {whole_.name});
+  } else {
+    flat_.copy_(mine);
+  }
+}
+
+void FlatUnit::finish_gather() {
+  gather_.wait();
+  gather_ = Work();
+}
+
+void FlatUnit::free() { resize_memory(flat_, 0); }
+
+void FlatUnit::start_reduce() {
+  const at::NoGradGuard no_grad;
+  // The padding is sent too, as zeros: it must not carry NaNs of old memory.
+  at::Tensor send = at::empty({sharded_ ? world_.size() * length_ : length_}, gradient_.options());  // [n * S]
+  std::vector<at::Tensor> views, fresh;
+  for (size_t p = 0; p < whole_.tensors.size(); ++p) {
+    at::Tensor view = send.narrow(0, first_[p], whole_.shapes[p].numel()).view(whole_.shapes[p].shape);
+    at::Tensor& gradient = whole_.tensors[p].mutable_grad();
+    if (gradient.defined()) {
+      views.push_back(view);
+      fresh.push_back(gradient);
+    } else {
+      view.zero_();
+    }
+    gradient = at::Tensor();
+  }
+  if (!fresh.empty()) at::_foreach_copy_(views, fresh);  // one kernel for all; low-precision gradients become fp32
+  const int64_t used = first_.back() + whole_.shapes.back().numel();
+  send.narrow(0, used, send.numel() - used).zero_();
+  if (sharded_) {
+    reduce_ = world_.reduce_scatter(gradient_, send, ReduceOp::sum, {whole_.name});
+  } else {
+    gradient_.copy_(send);
+    reduce_ = world_.all_reduce(gradient_, ReduceOp::sum, {whole_.name});
+  }
+}
+
+void FlatUnit::finish_reduce() {
+  reduce_.wait();
+  reduce_ = Work();
+  for (size_t i = 0; i < shards_.size(); ++i) shards_[i].second.mutable_grad() = gradients_[i];
+}
+
+int64_t FlatUnit::gathered_bytes() const {
+  return (sharded_ ? world_.size() : 1) * length_ * static_cast<int64_t>(flat_.element_size());
+}
+
+std::string FlatUnit::layout() const {
+  std::string text = fmt::format("{}: flat [{}], {} elements a rank\n", whole_.name, flat_.numel(), length_);
+  for (size_t p = 0; p < whole_.shapes.size(); ++p) {
+    const int64_t end = first_[p] + whole_.shapes[p].numel();
+    text += fmt::format("  [{}, {}) {} {}: ranks {} to {}\n", first_[p], end, whole_.shapes[p].name,
+                        whole_.shapes[p].shape, first_[p] / length_, (end - 1) / length_);
+  }
+  const int64_t used = first_.back() + whole_.shapes.back().numel();
+  return text + fmt::format("  [{}, {}) padding\n", used, flat_.numel());
+}
+
+}  // namespace mgp

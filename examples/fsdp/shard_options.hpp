@@ -1,0 +1,44 @@
+// What train_fsdp and train_fsdp2 share beside the units: flags, predictions, the list of a rank's pieces.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "common/options.hpp"
+#include "common/predict.hpp"
+#include "examples/fsdp/unit_runner.hpp"
+
+namespace mgp {
+
+struct ShardOptions : Options {
+  std::string shard_strategy = "full";
+  int64_t max_inflight = 2;
+  ShardStrategy strategy() const;
+};
+
+void add_strategy_option(CLI::App& app, ShardOptions& options);  ///< --shard-strategy
+void add_inflight_option(CLI::App& app, ShardOptions& options);  ///< --max-inflight
+
+/// After parsing and before settle(): refuses wrong values, and takes --weights low for bf16 and fp16 unless the flag was
+/// given. Autocast's casts of all weights would stay from forward to backward, which is what sharding is there to avoid.
+/// Throws UsageError.
+void check_shard_options(ShardOptions& options);
+
+/// Calls and bytes of a step. `elements`: of each unit when it is whole, padding included, in the order of unit_shapes().
+std::vector<CallPrediction> predict_shard_calls(const ShardOptions& options, const std::vector<int64_t>& elements);
+
+/// HSDP: the shards' gradients all-reduced over the replicas, a call a unit.
+CallPrediction predict_replica_calls(const std::vector<int64_t>& elements, int64_t shards, size_t element_bytes);
+
+/// Bytes per rank beside plain data parallel training: what is cut over `shards` ranks, and the whole units of a step.
+MemoryPattern shard_memory(const ShardOptions& options, const std::vector<int64_t>& elements, int64_t shards);
+
+/// This rank's pieces of all units, for optimizer and layout.
+struct ShardedParameters {
+  std::vector<Piece> pieces;
+  NamedTensors tensors;
+  std::vector<int64_t> dims;  ///< of the whole parameters
+};
+ShardedParameters shards_of(const UnitRunner& runner, const ModelConfig& config);
+
+}  // namespace mgp

@@ -1,0 +1,174 @@
+// train_fsdp: data parallel training with everything sharded, one flat tensor a unit (the FSDP1 way).
+//
+// Idea      DDP holds 16 bytes a parameter on every rank, and most of them sleep most of the time. Here a rank holds 1/n of
+//           parameters, gradients and moments. A unit (embedding, each layer, head) is put together by an all-gather just
+//           before it computes, and freed after; its gradients leave by a reduce-scatter as soon as they are there.
+//           (Rajbhandari et al., "ZeRO", arXiv 1910.02054; Zhao et al., "PyTorch FSDP", arXiv 2304.11277.)
+// Holds     per rank, fp32: 16P/n bytes between steps; in a step up to --max-inflight whole units and one unit's whole
+//           gradients on top. --shard-strategy grad keeps whole parameters from forward to backward, optimizer keeps them
+//           and whole gradients too, none is DDP.
+// Wire      per microbatch: parameters all-gathered before forward (P) and again before backward (P less embedding and
+//           head); per optimizer step: gradients reduce-scattered (P). A ring sends (n-1)/n of each past a rank, so 3
+//           legs instead of the 2 of an all-reduce.
+// Run       scripts/launch.sh -n 2 train_fsdp                                 # one GPU only? add --share-gpu
+//           scripts/launch.sh -n 3 train_fsdp --device cpu --verify
+//           scripts/launch.sh -n 4 train_fsdp --device cpu --shard-strategy grad --max-inflight 1
+// Watch     nvidia-smi: less memory with every rank. `--pace forward,backward`; `--debug info` prints layout and collectives.
+// Prints    as train_ddp; how long the compute stream waited for gathers.
+// Read      this file -> unit_runner.hpp (when) -> flat_unit.cpp (how) -> common/shards.hpp (pieces and whole tensors).
+//
+// Flat or per parameter? Beside train_fsdp2 (examples/fsdp2):
+//             flat (here)                                    per parameter (fsdp2)
+//   cut       ranges of one tensor a unit, through parameters rows of each parameter
+//   padding   once a unit                                    once a parameter, to equal rows
+//   copies    none before the all-gather, none after         into one send buffer, and out of the received one
+//   dtypes    one a unit                                     one a unit's group
+//   a shard   is no tensor with a meaning: ranges            is an ordinary tensor with its name: the optimizer, frozen
+//                                                            parameters and checkpoints need nothing special
+//   saved     gathered, or cut again into rows               as it is
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "common/communicator.hpp"  // Communicator: all_gather, reduce_scatter and friends on NCCL (GPU) or MPI (CPU)
+#include "common/data.hpp"          // SyntheticTokens: row i is a function of (seed, i)
+#include "common/device.hpp"        // claim_device: before anything touches CUDA
+#include "common/error.hpp"         // UsageError: one line, exit code 2
+#include "common/launch.hpp"        // who am I, which device is mine, how do I reach the others
+#include "common/model.hpp"         // the Transformer classifier and the MLP model
+#include "common/optimizer.hpp"     // AdamW over at::_fused_adamw_, clipping
+#include "common/options.hpp"       // the one command line of all trainers
+#include "common/precision.hpp"     // Autocast
+#include "common/run.hpp"           // banner, progress line, ledgers, checkpoints, verdict
+#include "common/shards.hpp"        // pieces of parameters, and whole ones from them
+#include "common/step_graph.hpp"    // LearningRate, StepBatches
+#include "examples/fsdp/flat_unit.hpp"
+#include "examples/fsdp/shard_options.hpp"
+#include "examples/fsdp/unit_runner.hpp"
+#include "examples/single/one_device_step.hpp"
+
+namespace mgp {
+
+const TrainerInfo kTrainer{
+    "train_fsdp",
+    "fsdp",
+    "train_fsdp: parameters, gradients and optimizer state sharded, one flat tensor a unit (FSDP1)",
+    /*many_ranks=*/true,
+    /*compares_precisions=*/false,
+    /*phases=*/{"data", "forward", "backward", "exchange", "optimizer"}};
+
+int train_fsdp(int argc, char** argv) {
+  // 1 ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
+  ShardOptions options;
+  parse_options(argc, argv, kTrainer, options, [&](CLI::App& app) {
+    add_strategy_option(app, options);
+    add_inflight_option(app, options);
+  });
+  check_shard_options(options);
+
+  // 2 ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
+  // The device is claimed before anything touches CUDA: a single early call would put a context of 500 MB on GPU 0.
+  const Launch launch = detect_launch();
+  settle(options, launch);  // sizes and batches are complete and checked; nothing has been allocated yet
+  const ShardStrategy strategy = options.strategy();
+  const at::ScalarType master = storage_dtype(options.precision);  // of shards, gradients and moments
+  const int64_t shards = strategy == ShardStrategy::none ? 1 : options.world;
+  std::vector<int64_t> elements;  // of each unit when it is whole, padding included
+  for (const auto& unit : unit_shapes(options.model)) elements.push_back(FlatUnit::padded_numel(unit, shards));
+  const std::vector<CallPrediction> calls = predict_shard_calls(options, elements);
+  const MemoryPattern memory = shard_memory(options, elements, shards);
+  if (const auto code = answer_and_stop(options, launch, memory, calls)) return *code;
+  if (options.deterministic) apply_deterministic(options.cuda ? at::kCUDA : at::kCPU);
+  limit_threads(launch);
+  const at::Device device = claim_device(launch, options.device);
+  apply_precision(options.precision);
+  Communicator world = Communicator::connect(launch, device, options.comm());  // NCCL or MPI, all ranks
+  Run run(options, launch, device, &world, memory, calls);
+
+  {  // Everything of the training lives in this block, so that the proof in step 8 has the memory to itself.
+
+    // 3 ── data ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    // The global batch of step s does not depend on the number of ranks; this rank takes its slice of the rows.
+    const SyntheticTokens data(options.model, options.seed, options.global_batch_size, options.data_mode(), device);
+    const RowSlice rows = slice_rows(options.global_batch_size, world.rank(), world.size());
+
+    // 4 ── model, and how it is made parallel ─────────────────────────────────────────────────────────────────────────
+    Model model = make_empty_model(options.model, master);  // no values: each rank makes those of its own shards
+    std::vector<std::unique_ptr<Unit>> units;
+    for (UnitParameters& unit : units_of(options.model, named_parameters(*model))) {
+      units.push_back(
+          std::make_unique<FlatUnit>(std::move(unit), world, strategy, master, options.weight_dtype(), options.seed));
+    }
+    if (options.debug != DebugLevel::off) say(launch, units[1]->layout());
+    UnitRunner runner(std::move(units), strategy, options.max_inflight, world);  // hooks in
+    ShardedParameters pieces = shards_of(runner, options.model);
+    run.measure_memory("parameters");
+
+    // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
+    AdamW optimizer(pieces.tensors, pieces.dims, options.adamw);  // each rank steps what it holds
+    run.measure_memory("optimizer");
+    LossScaler scaler(options.loss_scaling == "on", options.scaler, device);  // does nothing unless fp16
+    ShardLayout layout(parameter_shapes(options.model), pieces.pieces, world);
+    run.set_layout(&layout);
+    run.load(optimizer, scaler);  // --load: a file of any trainer; each rank takes its own pieces
+
+    // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
+    LearningRate lr(0.0);
+    for (int64_t step = run.first_step(); run.wants(step); ++step) {
+      run.before_step(step);
+      lr.set(run.learning_rate(step));
+      optimizer.zero_grad();
+      runner.begin_step();
+      at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(master).device(device));
+
+      for (int64_t micro = 0; micro < options.accumulate; ++micro) {
+        run.phase("data");
+        const Batch batch = data.rows(step, rows.part(micro, options.accumulate));  // tokens [b, T], labels [b]
+        runner.begin_microbatch(/*last=*/micro + 1 == options.accumulate);
+
+        run.phase("forward");
+        at::Tensor loss;  // [], this part's share of the mean over the GLOBAL batch
+        {
+          const Autocast autocast(device, options.autocast());
+          const at::Tensor logits = forward_in_units(*model, runner, options.model, batch.tokens);  // [b, classes]
+          loss = cross_entropy_sum(logits, batch.labels) / static_cast<double>(options.global_batch_size);
+        }
+        loss_sum += loss.detach();
+        run.inject_inf(step, loss);  // a planned fault; else nothing
+        run.phase("backward");
+        scaler.scale(loss)
+            .backward();  // gathers each unit again, and starts its reduce-scatter when it is done with it
+        run.phase("exchange");
+        runner.end_microbatch();  // of the last one: the compute stream waits for what backward did not hide
+        widen_gradients(named_parameters(*model));  // --accumulate and low weights: whole gradients that stay, in fp32
+      }
+
+      run.phase("optimizer");
+      const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());  // of this rank's pieces
+      scaler.unscale(gradients, &world);  // an overflow in anybody's piece skips the step on all ranks
+      run.gradients_ready(step, optimizer.parameters());
+      // [], over the pieces of all ranks. With `none` every rank holds all of them, and their sum would count each n times.
+      const at::Tensor norm =
+          strategy == ShardStrategy::none ? gradient_norm(gradients) : sharded_gradient_norm(gradients, world);
+      clip_gradients(gradients, norm, options.clip_norm);
+      optimizer.step(lr, scaler.found_inf());
+      scaler.update();
+
+      run.after_step(step, loss_sum, norm, scaler, &runner.times());
+      run.save_if_due(step, optimizer, scaler);
+    }
+
+    // 7 ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────
+    run.save_final(optimizer, scaler);
+    run.training_ended(optimizer.masters());
+  }
+
+  // 8 ── report and verdict ───────────────────────────────────────────────────────────────────────────────────────────
+  return run.finish([&](const TrainingRecord& record) { return compare_with_one_device(options, record, device); });
+}
+
+}  // namespace mgp
+
+int main(int argc, char** argv) { return mgp::run_main(mgp::train_fsdp, argc, argv); }
