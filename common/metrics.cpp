@@ -49,6 +49,7 @@ void MetricsFile::step(const StepNumbers& n) {
     object["exposed_ms"] = n.exposed_ms;
     object["overlap_lead_ms"] = n.lead_ms;
   }
+  if (!std::isnan(n.gather_ms)) object["exposed_gather_ms"] = n.gather_ms;
   if (!std::isnan(n.mfu)) object["mfu"] = n.mfu;
   if (!std::isnan(n.loss_scale)) {
     object["loss_scale"] = n.loss_scale;

@@ -102,6 +102,11 @@ StepNumbers Report::read(const PendingStep& p, double loss, double norm, double 
     n.exposed_ms = std::max(0.0, Moment::milliseconds(p.times.wait_began, p.times.wait_ended));
     n.lead_ms = Moment::milliseconds(p.times.first_call_began, p.times.backward_ended);
     tail_label_ = p.times.last_label;
+    reduction_ = p.times.reduction;
+    if (!p.times.gather_waits.empty()) n.gather_ms = 0.0;
+    for (const auto& [began, ended] : p.times.gather_waits) {
+      n.gather_ms += std::max(0.0, Moment::milliseconds(began, ended));
+    }
     tail_bytes_ = p.times.last_bytes;
   }
   std::vector<LedgerRow> calls;
@@ -199,8 +204,13 @@ std::string Report::summary() const {
   if (!std::isnan(exposed)) {
     const double lead = median(&StepNumbers::lead_ms);
     text += fmt::format(
-        "communication: the first all-reduce began {:.2f} ms {} backward ended; exposed {:.2f} ms a step ({:.1f}%)\n",
-        std::abs(lead), lead > 0 ? "before" : "AFTER", exposed, ms > 0 ? 100.0 * exposed / ms : 0.0);
+        "communication: the first {} began {:.2f} ms {} backward ended; exposed {:.2f} ms a step ({:.1f}%)\n",
+        reduction_, std::abs(lead), lead > 0 ? "before" : "AFTER", exposed, ms > 0 ? 100.0 * exposed / ms : 0.0);
+    const double gather = median(&StepNumbers::gather_ms);
+    if (!std::isnan(gather)) {
+      text += fmt::format("parameters: the computation waited {:.2f} ms a step for gathers ({:.1f}%)\n", gather,
+                          ms > 0 ? 100.0 * gather / ms : 0.0);
+    }
     text += fmt::format("exposed tail: {} ({})\n", tail_label_, human_bytes(static_cast<double>(tail_bytes_)));
   }
   text += fmt::format("parameters after step {}: hash {:016x}{}\n", last_.step, parameter_hash_,
@@ -238,6 +248,7 @@ nlohmann::json Report::run_object(const MemoryPrediction& predicted,
   }
   object["ms_median"] = median(&StepNumbers::ms);
   object["exposed_ms_median"] = median(&StepNumbers::exposed_ms);
+  object["exposed_gather_ms_median"] = median(&StepNumbers::gather_ms);
   object["tokens_per_second_median"] = median(&StepNumbers::tokens_per_second);
   object["tflops_median"] = median(&StepNumbers::tflops);
   object["mfu_median"] = median(&StepNumbers::mfu);

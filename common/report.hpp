@@ -36,6 +36,7 @@ struct StepNumbers {
   bool skipped = false;         ///< a gradient was inf or NaN: nothing was changed
   double ms = 0;                ///< step time on this rank's device
   double exposed_ms = NAN;      ///< the compute stream waited for communication; NaN: not measured
+  double gather_ms = NAN;       ///< the compute stream waited for sharded parameters; NaN: nothing is gathered
   double lead_ms = NAN;         ///< from the begin of the first collective to the end of backward: > 0 means overlap
   int64_t comm_calls = 0;       ///< training collectives of this step
   int64_t comm_bytes = 0;       ///< their payload
@@ -113,7 +114,7 @@ class Report {
   StepNumbers last_;
   std::vector<LedgerRow> previous_ledger_;
   std::vector<std::vector<LedgerRow>> step_ledgers_;  // training calls of each step
-  std::string tail_label_;
+  std::string tail_label_, reduction_;
   int64_t tail_bytes_ = 0;
   uint64_t parameter_hash_ = 0;
   bool ranks_equal_ = true;

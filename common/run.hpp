@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/checkpoint.hpp"
@@ -34,7 +35,9 @@ struct StepTimes {
   Moment backward_ended;    ///< on the compute stream
   Moment wait_began;        ///< the compute stream starts to wait for what is not hidden
   Moment wait_ended;
-  std::string last_label;  ///< what was waited for last: the exposed tail
+  std::vector<std::pair<Moment, Moment>> gather_waits;  ///< sharded parameters: from where to where each was waited for
+  std::string reduction = "all-reduce";                 ///< what carries the gradients
+  std::string last_label;                               ///< what was waited for last: the exposed tail
   int64_t last_bytes = 0;
 };
 

@@ -157,6 +157,7 @@ int train_fsdp(int argc, char** argv) {
       scaler.update();
 
       run.after_step(step, loss_sum, norm, scaler, &runner.times());
+      if (options.debug != DebugLevel::off) say(launch, fmt::format("step {}: {}\n", step, runner.event_text()));
       run.save_if_due(step, optimizer, scaler);
     }
 

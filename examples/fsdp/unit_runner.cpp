@@ -87,7 +87,7 @@ void UnitRunner::use(size_t index) {
   if (!state.gathered) {
     const Moment began = Moment::record(world_.device());
     units_[index]->finish_gather();
-    gather_waits_.emplace_back(began, Moment::record(world_.device()));
+    times_.gather_waits.emplace_back(began, Moment::record(world_.device()));
     state.gathered = true;
   }
   events_.push_back({"use", index, in_backward_});
@@ -117,7 +117,8 @@ void UnitRunner::free(size_t index) {
 
 void UnitRunner::begin_step() {
   events_.clear();
-  gather_waits_.clear();
+  times_.gather_waits.clear();
+  times_.reduction = strategy_ == ShardStrategy::none ? "all-reduce" : "reduce-scatter";
   for (State& state : states_) state.begun = state.gathered = state.reduced = false;
 }
 
@@ -189,10 +190,12 @@ void UnitRunner::end_microbatch() {
   times_.last_bytes = units_.front()->gathered_bytes();
 }
 
-double UnitRunner::exposed_gather_ms() const {
-  double ms = 0.0;
-  for (const auto& [began, ended] : gather_waits_) ms += std::max(0.0, Moment::milliseconds(began, ended));
-  return ms;
+std::string UnitRunner::event_text() const {
+  std::string text;
+  for (const UnitEvent& event : events_) {
+    text += fmt::format("{}{} {}", text.empty() ? "" : ", ", event.what, units_[event.unit]->name());
+  }
+  return text;
 }
 
 // ── the model in units ────────────────────────────────────────────────────────────────────────────────────────────────

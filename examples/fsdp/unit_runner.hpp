@@ -53,8 +53,8 @@ class UnitRunner {
   const StepTimes& times() const { return times_; }
   /// What happened since begin_step().
   const std::vector<UnitEvent>& events() const { return events_; }
-  /// The compute stream's waits for gathers since begin_step(), in milliseconds. Waits for the device.
-  double exposed_gather_ms() const;
+  /// The same in one line, for --debug info: "gather embedding, gather layer 0, use embedding, free embedding, ...".
+  std::string event_text() const;
 
  private:
   class Hook;
@@ -84,7 +84,6 @@ class UnitRunner {
   bool last_ = true;
   bool in_backward_ = false;
   std::vector<UnitEvent> events_;
-  std::vector<std::pair<Moment, Moment>> gather_waits_;
   StepTimes times_;
 };
 

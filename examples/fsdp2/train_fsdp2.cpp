@@ -52,13 +52,12 @@
 
 namespace mgp {
 
-const TrainerInfo kTrainer{
-    "train_fsdp",
-    "fsdp",
-    "train_fsdp: parameters, gradients and optimizer state sharded, one flat tensor a unit (FSDP1)",
-    /*many_ranks=*/true,
-    /*compares_precisions=*/false,
-    /*phases=*/{"data", "forward", "backward", "exchange", "optimizer"}};
+const TrainerInfo kTrainer{"train_fsdp2",
+                           "fsdp2",
+                           "train_fsdp2: parameters, gradients and optimizer state sharded, each parameter by rows (FSDP2)",
+                           /*many_ranks=*/true,
+                           /*compares_precisions=*/false,
+                           /*phases=*/{"data", "forward", "backward", "exchange", "optimizer"}};
 
 struct Fsdp2Options : ShardOptions {
   std::string reshard_after_forward = "on";
@@ -181,6 +180,7 @@ int train_fsdp2(int argc, char** argv) {
       scaler.update();
 
       run.after_step(step, loss_sum, norm, scaler, &runner.times());
+      if (options.debug != DebugLevel::off) say(launch, fmt::format("step {}: {}\n", step, runner.event_text()));
       run.save_if_due(step, optimizer, scaler);
     }
 

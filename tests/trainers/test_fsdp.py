@@ -1,0 +1,177 @@
+"""train_fsdp and train_fsdp2: equal to one device in every way of sharding; calls, prefetch, checkpoints across trainers."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+import harness
+from harness import TINY
+
+BOTH = ("train_fsdp", "train_fsdp2")
+UNEVEN = ["--dim", "36", "--heads", "3", "--mlp-dim", "33", "--vocab-size", "101", "--classes", "7"]  # divide by nothing
+
+
+class Sharded(harness.TrainerTest):
+    def proved(self, trainer, ranks, *args):
+        result = harness.run(trainer, TINY + ["--steps", "3", "--verify", *args], ranks)
+        self.check_code(result, 0)
+        self.assertIn("VERIFIED", result.out)
+        return result
+
+    def test_equal_to_one_device(self):
+        for trainer in BOTH:
+            for ranks in (1, 2, 3, 4):
+                for args in (["--precision", "fp64", "--global-batch-size", "10", "--accumulate", "2"], []):
+                    with self.subTest(trainer=trainer, ranks=ranks, args=args):
+                        self.proved(trainer, ranks, *args)
+
+    def test_every_strategy(self):
+        for strategy in ("full", "grad", "optimizer", "none"):
+            for ranks in (2, 3):
+                with self.subTest(strategy=strategy, ranks=ranks):
+                    self.proved("train_fsdp", ranks, "--precision", "fp64", "--accumulate", "2", "--global-batch-size", "7",
+                                "--shard-strategy", strategy)
+        for ranks in (2, 3):
+            self.proved("train_fsdp2", ranks, "--precision", "fp64", "--reshard-after-forward", "off")
+
+    def test_other_arithmetic(self):
+        for trainer in BOTH:
+            for args in (["--precision", "bf16"], ["--precision", "bf16", "--accumulate", "2"],
+                         ["--precision", "bf16", "--weights", "autocast"], ["--checkpoint-activations", "--precision", "fp64"],
+                         ["--max-inflight", "1", "--precision", "fp64"], ["--max-inflight", "9", "--precision", "fp64"],
+                         ["--model", "mlp", "--precision", "fp64"]):
+                with self.subTest(trainer=trainer, args=args):
+                    self.proved(trainer, 2, *args)
+
+    def test_sizes_that_divide_by_nothing(self):
+        """Trial B27: uneven and empty shards."""
+        for trainer in BOTH:
+            for ranks in (2, 3, 4):
+                with self.subTest(trainer=trainer, ranks=ranks):
+                    self.proved(trainer, ranks, "--precision", "fp64", *UNEVEN)
+
+    def test_replicas(self):
+        for ranks, replicas in ((4, 2), (4, 4), (2, 2)):
+            with self.subTest(ranks=ranks, replicas=replicas):
+                self.proved("train_fsdp2", ranks, "--precision", "fp64", "--replicas", str(replicas))
+        self.check_refused(harness.run("train_fsdp2", TINY + ["--replicas", "2"], 3), "--replicas 2", "3 ranks")
+
+    def test_the_norm_does_not_depend_on_the_ranks(self):
+        """Trials B19 and B20: over all shards, each counted once."""
+        norms = {}
+        for trainer, ranks, args in (("train_single", 1, []), ("train_fsdp", 3, []), ("train_fsdp2", 3, []),
+                                     ("train_fsdp2", 4, ["--replicas", "2"]), ("train_fsdp", 2, ["--shard-strategy", "none"])):
+            path = self.folder / "m.jsonl"
+            self.check_code(harness.run(trainer, TINY + ["--steps", "2", "--precision", "fp64", "--global-batch-size", "12",
+                                                         "--metrics", path] + args, ranks), 0)
+            norms[trainer, ranks] = [s["grad_norm"] for s in harness.metrics(path)[0]]
+        for found in norms.values():
+            for a, b in zip(found, norms["train_single", 1]):
+                self.assertAlmostEqual(a / b, 1.0, delta=1e-12)
+
+    def test_an_overflow_in_one_shard_skips_the_step_on_all(self):
+        """Trial B14. The loss of one rank becomes infinite; every shard's step count stays right."""
+        for trainer in BOTH:
+            path = self.folder / "m.jsonl"
+            result = harness.run(trainer, TINY + ["--steps", "5", "--batch-size", "2", "--loss-scaling", "on", "--inject", "inf@1,3",
+                                                  "--metrics", path, "--verify"], 2)
+            self.check_code(result, 0)
+            self.assertEqual([s["skipped"] for s in harness.metrics(path)[0]], [False, False, True, False, False])
+
+    def test_calls_by_strategy(self):
+        """4 units of 2 layers: embedding, 2 layers, head."""
+        gathers = {"full": 2 * 4 - 2, "grad": 4, "optimizer": 4, "none": 0}
+        for strategy, calls in gathers.items():
+            path = self.folder / "m.jsonl"
+            result = harness.run("train_fsdp", TINY + ["--steps", "2", "--shard-strategy", strategy, "--metrics", path], 2)
+            self.check_code(result, 0)
+            self.assertNotIn("DIFFERENT", result.out)
+            _, (run,) = harness.metrics(path)
+            counted = {row["call"]: row["calls"] for row in run["ledger"] if row["purpose"] == "training"}
+            self.assertEqual(counted.get("all_gather", 0), 2 * calls)
+            self.assertEqual(counted["all_reduce" if strategy == "none" else "reduce_scatter"], 2 * 4)
+
+    def test_units_are_gathered_ahead_and_freed(self):
+        args = ["--preset", "tiny", "--layers", "4", "--steps", "1", "--debug", "info"]
+        for inflight in (1, 2, 3):
+            result = harness.run("train_fsdp2", args + ["--max-inflight", str(inflight)], 2)
+            self.check_code(result, 0)
+            found = re.search(r"^step 1: (.*)$", result.out, re.M).group(1).split(", ")
+            whole, most = set(), 0
+            for event in found:
+                what, unit = event.split(" ", 1)
+                if what == "gather":
+                    self.assertNotIn(unit, whole)
+                    whole.add(unit)
+                elif what == "use":
+                    self.assertIn(unit, whole)
+                elif what == "free":
+                    whole.remove(unit)
+                most = max(most, len(whole))
+            self.assertEqual(most, inflight)
+            self.assertEqual(whole, set())  # nothing stays whole between steps
+            # Ahead: the next unit's gather is issued before this one is used; with one in flight it cannot be.
+            ahead = found.index("gather layer 2") < found.index("use layer 1")
+            self.assertEqual(ahead, inflight > 1, found)
+            backward = found[found.index("use head"):]
+            self.assertEqual(backward.index("gather layer 1") < backward.index("use layer 2"), inflight > 1, backward)
+
+    def test_layouts(self):
+        result = harness.run("train_fsdp2", TINY + UNEVEN + ["--steps", "0", "--debug", "info"], 4)
+        self.check_code(result, 0)
+        self.assertIn("encoder.layers.0.linear1.bias [33]: rows 9, 9, 9, 6\n", result.out)
+        self.assertIn("encoder.layers.0.norm1.weight [36]: rows 9, 9, 9, 9\n", result.out)
+        flat = harness.run("train_fsdp", TINY + UNEVEN + ["--steps", "0", "--debug", "info"], 4)
+        self.check_code(flat, 0)
+        ranges = re.findall(r"^  \[(\d+), (\d+)\) ", flat.out, re.M)
+        self.assertEqual([int(a) for a, _ in ranges[1:]], [int(b) for _, b in ranges[:-1]])  # no gap, no overlap
+
+    def test_checkpoints_go_anywhere(self):
+        """Trials B23 to B25, B30: saved by four shards in the middle, continued by every trainer, proved; bit-equal at four."""
+        args = TINY + ["--global-batch-size", "12"]
+        for trainer in BOTH:
+            half, straight, resumed = (self.folder / f"{trainer}.{name}.pt" for name in ("half", "straight", "resumed"))
+            self.check_code(harness.run(trainer, args + ["--steps", "6", "--save", straight], 4), 0)
+            self.check_code(harness.run(trainer, args + ["--steps", "3", "--save", half, "--save-every", "1"], 4), 0)
+            for other, ranks in (("train_single", 1), ("train_ddp", 2), ("train_fsdp", 3), ("train_fsdp2", 3), ("train_fsdp2", 1)):
+                with self.subTest(saved=trainer, loaded=other, ranks=ranks):
+                    result = harness.run(other, args + ["--steps", "6", "--load", half, "--verify"], ranks)
+                    self.check_code(result, 0)
+                    self.assertIn("loaded", result.out)
+            resumed.write_bytes(half.read_bytes())
+            self.check_code(harness.run(trainer, args + ["--steps", "6", "--save", resumed, "--resume"], 4), 0)
+            self.assertEqual(straight.read_bytes(), resumed.read_bytes())
+
+    def test_a_save_that_fails_does_not_end_the_run(self):
+        """Trials B33 and B34: the others wait in gathers while rank 0 fails; nobody hangs, the exit code tells."""
+        folder = self.folder / "gone"
+        folder.mkdir()
+        command = harness.mpirun_command(2) + [harness.binary("train_fsdp"), "--device", "cpu", *TINY, "--steps", "40", "--save",
+                                               str(folder / "s.pt"), "--save-every", "2", "--log-every", "1"]
+        process = subprocess.Popen(command, env=harness.clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.addCleanup(process.kill)
+        while "saved" not in process.stdout.readline():
+            pass
+        folder.rename(self.folder / "elsewhere")
+        out, err = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 1, err)
+        self.assertIn("warning: checkpoint not written, the run goes on", err)
+        self.assertIn("parameters after step 40", out)
+
+    def test_wrong_usage(self):
+        for trainer, args, needles in (("train_fsdp", ["--shard-strategy", "half"], ["--shard-strategy", "half", "optimizer"]),
+                                       ("train_fsdp", ["--max-inflight", "0"], ["--max-inflight is 0"]),
+                                       ("train_fsdp2", ["--reshard-after-forward", "maybe"], ["--reshard-after-forward", "maybe"]),
+                                       ("train_fsdp2", ["--replicas", "0"], ["--replicas 0"]),
+                                       ("train_fsdp2", ["--cuda-graph", "on"], ["--cuda-graph on"]),
+                                       ("train_fsdp", ["--replicas", "2"], ["unknown option --replicas"])):
+            with self.subTest(args=args):
+                self.check_refused(harness.run(trainer, TINY + args, 2), *needles)
+
+
+if __name__ == "__main__":
+    harness.require("train_single", "train_ddp", *BOTH, mpi=True)
+    unittest.main(verbosity=2)
