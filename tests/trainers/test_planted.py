@@ -19,6 +19,13 @@ FAULTS = {
     "ddp_same_rows_on_all_ranks": (2, []),
     "ddp_accumulation_overwrites": (2, ["--accumulate", "2"]),
     "ddp_one_norm_gradient_halved": (2, []),
+    "fsdp_local_norm": (2, ["--clip-norm", "0.05"]),
+    "fsdp_old_parameters": (2, []),
+    "fsdp_averaged_twice": (2, []),
+    "fsdp_shard_updated_twice": (2, []),
+    "fsdp2_last_rows_lost": (2, ["--classes", "7"]),
+    "fsdp2_replicas_not_summed": (2, ["--replicas", "2"]),
+    "fsdp2_replicas_counted_twice": (4, ["--replicas", "2", "--clip-norm", "0.05"]),
     "single_accumulation_not_scaled": (1, ["--accumulate", "2"]),
 }
 
@@ -40,5 +47,5 @@ class Planted(harness.TrainerTest):
 
 
 if __name__ == "__main__":
-    harness.require("train_single", "train_ddp", *(f"planted/{name}" for name in FAULTS), mpi=True)
+    harness.require("train_single", "train_ddp", "train_fsdp", "train_fsdp2", *(f"planted/{name}" for name in FAULTS), mpi=True)
     unittest.main(verbosity=2)
