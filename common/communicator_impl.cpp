@@ -193,8 +193,9 @@ void Communicator::Impl::count_message(Work::State& state, const Call& call) {
   const int mine = (*facts.ranks)[static_cast<size_t>(facts.rank)];
   const int peer = (*facts.ranks)[static_cast<size_t>(call.peer)];
   const bool sent = call.kind == CallKind::send;
-  const std::pair<int, int> way = sent ? std::pair(mine, peer) : std::pair(peer, mine);
-  state.messages.push_back({facts.id, way.first, way.second, messages_[way]++, sent});
+  const int from = sent ? mine : peer;
+  const int to = sent ? peer : mine;
+  state.messages.push_back({facts.id, from, to, messages_[{from, to, sent}]++, sent});
 }
 
 void Communicator::Impl::keep(const std::shared_ptr<Work::State>& state) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 
 #include "common/communicator.hpp"
 #include "common/session.hpp"
@@ -49,7 +50,7 @@ struct Communicator::Impl {
   void keep(const std::shared_ptr<Work::State>& state);
 
   int64_t collectives_ = 0;
-  std::map<std::pair<int, int>, int64_t> messages_;  ///< so far, by (from, to)
+  std::map<std::tuple<int, int, bool>, int64_t> messages_;  ///< so far, by (from, to, sent)
   int64_t texts_ = 0;
   std::shared_ptr<Work::State> group_;  ///< null: no group is open
   std::mutex mutex_;                    ///< hooks may call from autograd's thread

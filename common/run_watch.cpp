@@ -96,6 +96,10 @@ bool Run::State::halts_after(const std::string& name) const {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
+void Run::halt_point(const char* what, const std::string& which) {
+  if (state_->halts_after(what)) state_->halt(fmt::format("{} {}", what, which));
+}
+
 namespace {
 
 /// Memory of one rank while it stands still, as text between ranks.

@@ -87,9 +87,11 @@ at::Tensor ShardLayout::cut(size_t index, const at::Tensor& whole) const {
 
 at::Tensor sharded_gradient_norm(const std::vector<at::Tensor>& gradients, Communicator& world) {
   const at::NoGradGuard no_grad;
-  at::Tensor squares = gradient_norm(gradients).to(world.device()).square();  // [], of this rank's pieces
+  // In fp64 on every rank, whatever the gradients are in: a rank without a piece does not know.
+  const at::Tensor mine = gradient_norm(gradients);  // [], of this rank's pieces
+  at::Tensor squares = mine.to(world.device(), at::kDouble).square();
   world.all_reduce(squares, ReduceOp::sum, {"squared gradient norm", Purpose::bookkeeping}).wait();
-  return squares.sqrt();
+  return squares.sqrt().to(gradients.empty() ? at::kDouble : mine.scalar_type());
 }
 
 }  // namespace mgp

@@ -13,7 +13,7 @@
 // Run       scripts/launch.sh -n 2 train_fsdp                                 # one GPU only? add --share-gpu
 //           scripts/launch.sh -n 3 train_fsdp --device cpu --verify
 //           scripts/launch.sh -n 4 train_fsdp --device cpu --shard-strategy grad --max-inflight 1
-// Watch     nvidia-smi: less memory with every rank. `--pace forward,backward`; `--debug info` prints layout and collectives.
+// Watch     nvidia-smi: less memory with every rank. `--pace gather,free=2`; `--debug info` prints layout and collectives.
 // Prints    as train_ddp; how long the compute stream waited for gathers.
 // Read      this file -> unit_runner.hpp (when) -> flat_unit.cpp (how) -> common/shards.hpp (pieces and whole tensors).
 //
@@ -57,7 +57,7 @@ const TrainerInfo kTrainer{
     "train_fsdp: parameters, gradients and optimizer state sharded, one flat tensor a unit (FSDP1)",
     /*many_ranks=*/true,
     /*compares_precisions=*/false,
-    /*phases=*/{"data", "forward", "backward", "exchange", "optimizer"}};
+    /*phases=*/{"data", "gather", "free", "forward", "backward", "exchange", "optimizer"}};
 
 int train_fsdp(int argc, char** argv) {
   // 1 ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -103,6 +103,8 @@ int train_fsdp(int argc, char** argv) {
     }
     if (options.debug != DebugLevel::off) say(launch, units[1]->layout());
     UnitRunner runner(std::move(units), strategy, options.max_inflight, world);  // hooks in
+    runner.watch(
+        [&run](const char* what, const std::string& unit) { run.halt_point(what, unit); });  // --pace gather,free
     ShardedParameters pieces = shards_of(runner, options.model);
     run.measure_memory("parameters");
 

@@ -89,6 +89,7 @@ void UnitRunner::use(size_t index) {
     units_[index]->finish_gather();
     times_.gather_waits.emplace_back(began, Moment::record(world_.device()));
     state.gathered = true;
+    if (watch_) watch_("gather", units_[index]->name());
   }
   events_.push_back({"use", index, in_backward_});
 }
@@ -111,6 +112,7 @@ void UnitRunner::free(size_t index) {
   state.begun = state.gathered = false;
   events_.push_back({"free", index, in_backward_});
   units_[index]->free();
+  if (watch_) watch_("free", units_[index]->name());
 }
 
 // ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -37,6 +37,9 @@ class UnitRunner {
   UnitRunner(const UnitRunner&) = delete;
   UnitRunner& operator=(const UnitRunner&) = delete;
 
+  /// `watch` is told when a unit is there to be used ("gather") and when it has been freed ("free"): for --pace.
+  void watch(std::function<void(const char* what, const std::string& unit)> watch) { watch_ = std::move(watch); }
+
   /// Before the first forward of a step: whatever stayed gathered is old since the optimizer's step.
   void begin_step();
   /// Before a forward. Only the last backward of a step reduces; earlier ones leave whole gradients behind.
@@ -85,6 +88,7 @@ class UnitRunner {
   bool in_backward_ = false;
   std::vector<UnitEvent> events_;
   StepTimes times_;
+  std::function<void(const char*, const std::string&)> watch_;
 };
 
 /// The model's forward with its parts as units: tokens [B, T] -> logits [B, classes].

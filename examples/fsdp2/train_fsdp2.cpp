@@ -11,7 +11,7 @@
 // Run       scripts/launch.sh -n 2 train_fsdp2                                # one GPU only? add --share-gpu
 //           scripts/launch.sh -n 3 train_fsdp2 --device cpu --verify
 //           scripts/launch.sh -n 4 train_fsdp2 --device cpu --replicas 2 --verify
-// Watch     nvidia-smi: less memory with every rank. `--pace forward,backward`; `--debug info` prints layout and collectives.
+// Watch     nvidia-smi: less memory with every rank. `--pace gather,free=2`; `--debug info` prints layout and collectives.
 // Prints    as train_ddp; how long the compute stream waited for gathers.
 // Read      this file -> dim0_unit.cpp (copy-in, all-gather, copy-out) -> ../fsdp/unit_runner.hpp (when).
 //
@@ -52,12 +52,13 @@
 
 namespace mgp {
 
-const TrainerInfo kTrainer{"train_fsdp2",
-                           "fsdp2",
-                           "train_fsdp2: parameters, gradients and optimizer state sharded, each parameter by rows (FSDP2)",
-                           /*many_ranks=*/true,
-                           /*compares_precisions=*/false,
-                           /*phases=*/{"data", "forward", "backward", "exchange", "optimizer"}};
+const TrainerInfo kTrainer{
+    "train_fsdp2",
+    "fsdp2",
+    "train_fsdp2: parameters, gradients and optimizer state sharded, each parameter by rows (FSDP2)",
+    /*many_ranks=*/true,
+    /*compares_precisions=*/false,
+    /*phases=*/{"data", "gather", "free", "forward", "backward", "exchange", "optimizer"}};
 
 struct Fsdp2Options : ShardOptions {
   std::string reshard_after_forward = "on";
@@ -127,6 +128,8 @@ int train_fsdp2(int argc, char** argv) {
     }
     if (options.debug != DebugLevel::off) say(launch, units[1]->layout());
     UnitRunner runner(std::move(units), options.strategy(), options.max_inflight, shard_group);  // hooks in
+    runner.watch(
+        [&run](const char* what, const std::string& unit) { run.halt_point(what, unit); });  // --pace gather,free
     ShardedParameters pieces = shards_of(runner, options.model);
     run.measure_memory("parameters");
 

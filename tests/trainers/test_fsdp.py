@@ -119,6 +119,19 @@ class Sharded(harness.TrainerTest):
             backward = found[found.index("use head"):]
             self.assertEqual(backward.index("gather layer 1") < backward.index("use layer 2"), inflight > 1, backward)
 
+    def test_pace_halts_where_units_come_and_go(self):
+        for trainer in BOTH:
+            args = TINY + ["--steps", "1", "--max-inflight", "1"]
+            plain = harness.run(trainer, args, 2)
+            paced = harness.run(trainer, args + ["--pace", "gather,free=0"], 2)
+            self.check_code(paced, 0)
+            self.assertEqual(harness.parameter_hash(plain), harness.parameter_hash(paced))
+            halts = re.findall(r"halt after (gather|free) (.*) of step 1", paced.out)
+            units = ["embedding", "layer 0", "layer 1", "head"]
+            forward = [(what, unit) for unit in units for what in ("gather", "free")][:-1]  # the head stays
+            backward = [("free", "head")] + [(what, unit) for unit in ("layer 1", "layer 0") for what in ("gather", "free")]
+            self.assertEqual(halts, forward + backward)
+
     def test_layouts(self):
         result = harness.run("train_fsdp2", TINY + UNEVEN + ["--steps", "0", "--debug", "info"], 4)
         self.check_code(result, 0)
