@@ -27,6 +27,11 @@ void add_inflight_option(CLI::App& app, ShardOptions& options) {
       ->group("Options");
 }
 
+void add_no_save_option(CLI::App& app, ShardOptions& options) {
+  app.add_flag("--no-save", options.no_save, "do not write the full-state file at the end of a run without --save")
+      ->group("Options");
+}
+
 void check_shard_options(ShardOptions& options) {
   const std::vector<std::string> known = {"full", "grad", "optimizer", "none"};
   if (std::find(known.begin(), known.end(), options.shard_strategy) == known.end()) {
@@ -42,6 +47,12 @@ void check_shard_options(ShardOptions& options) {
         "leave it out");
   }
   options.cuda_graph_flag = "off";  // --fast means low weights alone here
+  if (options.no_save && options.save) {
+    throw UsageError(fmt::format("--no-save and --save {} contradict each other: give one of them", *options.save));
+  }
+  if (!options.save && !options.no_save && !options.verify && options.steps > 0) {
+    options.save = options.trainer.pattern + "_tiny_transformer_full_state.pt";
+  }
   if (options.weights.empty() && uses_autocast(options.precision)) options.weights = "low";
 }
 

@@ -174,6 +174,17 @@ class Sharded(harness.TrainerTest):
         self.assertIn("warning: checkpoint not written, the run goes on", err)
         self.assertIn("parameters after step 40", out)
 
+    def test_a_bare_run_saves_at_its_end(self):
+        for trainer, name in (("train_fsdp", "fsdp"), ("train_fsdp2", "fsdp2")):
+            command = [harness.binary(trainer), "--device", "cpu", *TINY, "--steps", "2"]
+            result = harness.run_command(command, cwd=self.folder)
+            self.check_code(result, 0)
+            self.assertIn(f"saved {name}_tiny_transformer_full_state.pt at step 2", result.out)
+            self.assertTrue((self.folder / f"{name}_tiny_transformer_full_state.pt").exists())
+        for flags in (["--no-save"], ["--verify"]):
+            self.check_code(harness.run_command(command + flags, cwd=self.folder / "."), 0)
+        self.assertEqual(len(list(self.folder.iterdir())), 2)
+
     def test_wrong_usage(self):
         for trainer, args, needles in (("train_fsdp", ["--shard-strategy", "half"], ["--shard-strategy", "half", "optimizer"]),
                                        ("train_fsdp", ["--max-inflight", "0"], ["--max-inflight is 0"]),
