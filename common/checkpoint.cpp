@@ -287,7 +287,7 @@ void save_full_state_of_pieces(const std::string& path, const ModelConfig& confi
   std::exception_ptr failure;
   if (!path.empty()) {
     FullState state{config, {}, {}, {}, {}, training};
-    const at::ScalarType dtype = kinds[0].front().second.scalar_type();
+    const at::ScalarType dtype = kinds[0].front().second.scalar_type();  // rank 0 holds the first rows of everything
     for (const ParameterShape& parameter : layout.parameters()) {
       const auto placeholder = [&] {
         return at::empty(parameter.shape, at::TensorOptions().dtype(dtype).device(at::kMeta));

@@ -11,8 +11,9 @@
 
 namespace mgp {
 
-ShardLayout::ShardLayout(const std::vector<ParameterShape>& parameters, std::vector<Piece> mine, Communicator& world)
-    : parameters_(parameters), mine_(std::move(mine)), world_(world) {
+ShardLayout::ShardLayout(const std::vector<ParameterShape>& parameters, std::vector<Piece> mine, at::ScalarType dtype,
+                         Communicator& world)
+    : parameters_(parameters), mine_(std::move(mine)), dtype_(dtype), world_(world) {
   const auto size = static_cast<size_t>(world.size());
   index_of_.assign(parameters_.size(), -1);
   ranges_.assign(parameters_.size(), std::vector<Range>(size));
@@ -62,7 +63,7 @@ at::Tensor ShardLayout::gather_one(size_t parameter, const NamedTensors& local) 
   int64_t longest = 0;
   for (const Range& range : ranges) longest = std::max(longest, range.count);
   // NCCL and MPI gather equal lengths, so each rank sends as much as the longest piece.
-  const at::TensorOptions options = local.front().second.options().requires_grad(false);
+  const auto options = at::TensorOptions().dtype(dtype_).device(world_.device());
   const at::Tensor mine = at::zeros({longest}, options);
   if (index_of_[parameter] >= 0) {
     mine.narrow(0, 0, ranges[me].count)

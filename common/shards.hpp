@@ -26,7 +26,9 @@ class ShardLayout {
  public:
   /// `parameters`: all of the model in registration order. `mine`: this rank's pieces, at most one of each parameter, in
   /// any order. Together the ranks must hold every element; several ranks may hold the same ones (replicas).
-  ShardLayout(const std::vector<ParameterShape>& parameters, std::vector<Piece> mine, Communicator& world);
+  /// `dtype`: of the tensors that will be gathered, since a rank without a piece cannot tell.
+  ShardLayout(const std::vector<ParameterShape>& parameters, std::vector<Piece> mine, at::ScalarType dtype,
+              Communicator& world);
 
   const std::vector<Piece>& mine() const { return mine_; }
 
@@ -47,6 +49,7 @@ class ShardLayout {
   };
   std::vector<ParameterShape> parameters_;
   std::vector<Piece> mine_;
+  at::ScalarType dtype_;
   std::vector<int64_t> index_of_;           // parameter -> index into mine_, -1: none
   std::vector<std::vector<Range>> ranges_;  // [parameter][rank]
   Communicator& world_;

@@ -113,7 +113,7 @@ int train_fsdp(int argc, char** argv) {
     AdamW optimizer(pieces.tensors, pieces.dims, options.adamw);  // each rank steps what it holds
     run.measure_memory("optimizer");
     LossScaler scaler(options.loss_scaling == "on", options.scaler, device);  // does nothing unless fp16
-    ShardLayout layout(parameter_shapes(options.model), pieces.pieces, world);
+    ShardLayout layout(parameter_shapes(options.model), pieces.pieces, master, world);
     run.set_layout(&layout);
     run.load(optimizer, scaler);  // --load: a file of any trainer; each rank takes its own pieces
 

@@ -41,7 +41,7 @@ TEST(Shards, WholeTensorsComeTogetherOnRankZero) {
     mine.insert(mine.begin(), {shapes[1], 0, 4});
     local.insert(local.begin(), {"last", at::arange(100, 104, options()).view({2, 2})});
   }
-  ShardLayout layout(shapes, mine, world());
+  ShardLayout layout(shapes, mine, at::kDouble, world());
   const NamedTensors whole = layout.gather(local);
   ASSERT_EQ(whole.size(), rank == 0 ? 2U : 0U);
   if (rank == 0) {
@@ -55,7 +55,7 @@ TEST(Shards, WholeTensorsComeTogetherOnRankZero) {
 
 TEST(Shards, AnElementThatNobodyHoldsIsFound) {
   const ParameterShape shape{"x", {world().size() + 1}};
-  EXPECT_THROW(ShardLayout({shape}, {{shape, world().rank(), 1}}, world()), std::exception);
+  EXPECT_THROW(ShardLayout({shape}, {{shape, world().rank(), 1}}, at::kDouble, world()), std::exception);
 }
 
 TEST(Shards, RowsAreCutAsTorchChunkCuts) {
