@@ -248,10 +248,16 @@ std::string choices_text(const Options& options, const MemoryPattern& pattern) {
     other.weights = options.low_weights() ? "autocast" : "low";
     text += beside(other, fmt::format("--weights {}, beside {},", options.weights, other.weights));
     // Per parameter. Autocast's casts come and go with the activations.
-    text += options.low_weights() ? ": 18 bytes a parameter at the end of backward (2 weight, 4 master, 8 moments, 4 "
-                                    "gradient) for 16, and a residual stream of 2 bytes for 4\n"
-                                  : ": 16 bytes a parameter (4 weight, 8 moments, 4 gradient) for 18, casts of 2 and a "
-                                    "residual stream of 4 bytes for 2\n";
+    if (pattern.shard_elements > 0) {
+      text += options.low_weights() ? ": whole weights of 2 bytes for 4, and no casts that stay until backward\n"
+                                    : ": whole weights of 4 bytes for 2, and casts that stay until backward\n";
+    } else {
+      text += options.low_weights()
+                  ? ": 18 bytes a parameter at the end of backward (2 weight, 4 master, 8 moments, 4 "
+                    "gradient) for 16, and a residual stream of 2 bytes for 4\n"
+                  : ": 16 bytes a parameter (4 weight, 8 moments, 4 gradient) for 18, casts of 2 and a "
+                    "residual stream of 4 bytes for 2\n";
+    }
   }
   if (options.model.checkpoint_activations) {
     Options other = options;
