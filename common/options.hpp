@@ -30,7 +30,7 @@ struct TrainerInfo {
   /// Ranks that cut the global batch between them; false for a trainer that runs in one process.
   bool many_ranks = true;
   bool compares_precisions = false;  ///< takes --precision all, and does so by default
-  /// What run.phase() and run.halt_point() are called with: where --pace can halt, beside init and step.
+  /// What run.phase() and run.unit_event() are called with: where --pace can halt, beside init and step.
   std::vector<std::string> phases = {"data", "forward", "backward", "optimizer"};
 };
 

@@ -83,9 +83,9 @@ class Run {
   /// place where --pace can halt. The names are those of TrainerInfo::phases.
   void phase(const char* name);
   void before_step(int64_t step);  ///< planned faults, heartbeat
-  /// Something within a phase has happened to `which`, where --pace can halt too ("gather", "free" of a unit). On all ranks
-  /// alike.
-  void halt_point(const char* what, const std::string& which);
+  /// A unit of sharded training came ("gather") or went ("free"): a place where --pace can halt, and a span of --trace from
+  /// the one to the other. On all ranks alike.
+  void unit_event(const char* what, const std::string& unit);
   /// --inject inf@RANK,STEP: the loss becomes infinite, and with it all gradients; else nothing.
   void inject_inf(int64_t step, at::Tensor& loss) const;
   /// After the exchange and before clipping: keeps the first step's gradients for --verify and --dump-gradients.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -50,7 +51,8 @@ struct Run::State {
   std::unique_ptr<Trace> trace;  // --trace
   std::string phase;             // the open one; empty between steps
   Moment phase_began;
-  int64_t current_step = 0;  // the one under way, 0 before the first
+  std::map<std::string, Moment> whole_units;  // --trace: when each unit came
+  int64_t current_step = 0;                   // the one under way, 0 before the first
   bool profiling = false, profiled = false;
   bool halts_wait = true;  // false once the keyboard of --pace =key has gone
 

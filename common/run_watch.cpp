@@ -96,8 +96,15 @@ bool Run::State::halts_after(const std::string& name) const {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-void Run::halt_point(const char* what, const std::string& which) {
-  if (state_->halts_after(what)) state_->halt(fmt::format("{} {}", what, which));
+void Run::unit_event(const char* what, const std::string& unit) {
+  State& s = *state_;
+  if (s.trace) {
+    const Moment now = Moment::record(s.device);
+    Moment& came = s.whole_units[unit];
+    if (std::string(what) == "free" && came.valid()) s.trace->span("whole units", unit, came, now);
+    came = now;
+  }
+  if (s.halts_after(what)) s.halt(fmt::format("{} {}", what, unit));
 }
 
 namespace {

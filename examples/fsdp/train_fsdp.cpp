@@ -105,7 +105,7 @@ int train_fsdp(int argc, char** argv) {
     if (options.debug != DebugLevel::off) say(launch, units[1]->layout());
     UnitRunner runner(std::move(units), strategy, options.max_inflight, world);  // hooks in
     runner.watch(
-        [&run](const char* what, const std::string& unit) { run.halt_point(what, unit); });  // --pace gather,free
+        [&run](const char* what, const std::string& unit) { run.unit_event(what, unit); });  // --pace gather,free
     ShardedParameters pieces = shards_of(runner, options.model);
     run.measure_memory("parameters");
 

@@ -130,7 +130,7 @@ int train_fsdp2(int argc, char** argv) {
     if (options.debug != DebugLevel::off) say(launch, units[1]->layout());
     UnitRunner runner(std::move(units), options.strategy(), options.max_inflight, shard_group);  // hooks in
     runner.watch(
-        [&run](const char* what, const std::string& unit) { run.halt_point(what, unit); });  // --pace gather,free
+        [&run](const char* what, const std::string& unit) { run.unit_event(what, unit); });  // --pace gather,free
     ShardedParameters pieces = shards_of(runner, options.model);
     run.measure_memory("parameters");
 

@@ -48,6 +48,20 @@ class Trace(harness.TrainerTest):
                 self.assertGreaterEqual(min(end for _, end in same_call), max(begin for begin, _ in same_call), name)
         self.assertIn("exchange", [name for name, _, _ in spans[2, "compute"]])
 
+    def test_units_of_sharded_training(self):
+        for trainer in ("train_fsdp", "train_fsdp2"):
+            spans, _ = self.trace(trainer, ["--steps", "2", "--no-save"], 2)
+            for rank in range(2):
+                whole = [name for (r, row), found in spans.items() if r == rank and row.startswith("whole units")
+                         for name, _, _ in found]
+                # Twice a step: in forward and in backward; the embedding in forward alone, the head through both.
+                self.assertEqual({name: whole.count(name) for name in whole},
+                                 {"embedding": 2, "layer 0": 4, "layer 1": 4, "head": 2})
+                calls = [name for (r, row), found in spans.items() if r == rank and row.startswith("communication world")
+                         for name, _, _ in found]
+                self.assertEqual(sum("all_gather 'layer 1'" in name for name in calls), 4)
+                self.assertEqual(sum("reduce_scatter 'layer 1'" in name for name in calls), 2)
+
     def test_a_trace_changes_nothing(self):
         args = TINY + ["--steps", "3"]
         plain = harness.run("train_ddp", args, 2)
