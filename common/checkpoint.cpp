@@ -210,6 +210,8 @@ void save_full_state(const std::string& path, const ModelConfig& config, const A
                                    optimizer.steps(), training}));
 }
 
+FullState full_state_from(const PtValue& value) { return to_full_state(value); }
+
 FullState load_full_state(const std::string& path) {
   const PtValue root = read_pt(path, kFlag);
   try {

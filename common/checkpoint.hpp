@@ -55,6 +55,8 @@ void save_full_state_of_pieces(const std::string& path, const ModelConfig& confi
 /// What save_full_state writes, for trainers that hold only shards: with meta tensors in `state` as placeholders,
 /// write_pt asks for the values unit by unit (pt_file.hpp).
 PtValue full_state_value(const FullState& state);
+/// And back, every entry checked; throws RunError that says what is wrong.
+FullState full_state_from(const PtValue& value);
 
 /// Reads and checks a file. A plain state dict {name: tensor} that Python saved, alone or as {"model": {...}}, is
 /// accepted as weights only (step 0). No device is needed. Throws UsageError naming --load: missing, unreadable,

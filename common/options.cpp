@@ -268,8 +268,12 @@ void check_values(const Options& o) {
   if (o.verify && o.dropout > 0)
     refuse(fmt::format("--verify needs --dropout 0, not {}: masks differ by rank", o.dropout));
   if (o.verify && o.steps == 0) refuse("--verify needs --steps of at least 1, not 0");
-  if (o.save_every > 0 && !o.save) refuse(fmt::format("--save-every {} needs --save [FILE.pt]", o.save_every));
-  if (o.resume && !o.save) refuse("--resume needs --save [FILE.pt], the file to resume from and to write");
+  if (o.save_every > 0 && !o.save && !o.save_sharded) {
+    refuse(fmt::format("--save-every {} needs --save [FILE.pt]", o.save_every));
+  }
+  if (o.resume && !o.save && !o.save_sharded) {
+    refuse("--resume needs --save [FILE.pt], the file to resume from and to write");
+  }
   if (o.resume && !o.load.empty()) refuse("--resume and --load both name a checkpoint: give one of them");
   if (o.world != 0 && !o.predict)
     refuse(fmt::format("--world {} goes with --predict; a launcher sets the ranks", o.world));

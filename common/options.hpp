@@ -89,7 +89,8 @@ struct Options {
   LrSchedule lr;
   // proof, checkpoints, records
   bool verify = false;
-  std::optional<std::string> save;  ///< file, or the trainer's artifact name
+  std::optional<std::string> save;          ///< file, or the trainer's artifact name
+  std::optional<std::string> save_sharded;  ///< folder, in trainers that shard
   int64_t save_every = 0;
   std::string load;
   bool resume = false;

@@ -11,6 +11,7 @@
 #include "common/atomic_file.hpp"
 #include "common/error.hpp"
 #include "common/options.hpp"
+#include "common/sharded_checkpoint.hpp"
 #include "common/text.hpp"
 
 namespace mgp {
@@ -117,8 +118,15 @@ void settle(Options& options, const Launch& launch) {
                                    {"--dump-gradients", options.dump_gradients}}) {
     if (!path.empty() && launch.rank == 0) check_writable(path, flag);
   }
-  if (options.resume && ::access(options.save->c_str(), F_OK) == 0) options.load = *options.save;
-  if (!options.load.empty() && ::access(options.load.c_str(), R_OK) != 0) {
+  if (options.resume) {
+    // The folder first: a run that writes both writes it last.
+    if (options.save_sharded && is_sharded_checkpoint(*options.save_sharded)) {
+      options.load = *options.save_sharded;
+    } else if (options.save && ::access(options.save->c_str(), F_OK) == 0) {
+      options.load = *options.save;
+    }
+  }
+  if (!options.load.empty() && !is_sharded_checkpoint(options.load) && ::access(options.load.c_str(), R_OK) != 0) {
     throw UsageError(fmt::format("--load {}: {}", options.load, std::strerror(errno)));
   }
 }
@@ -157,6 +165,10 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
   if (!o.load.empty()) rows.emplace_back("load", o.load);
   if (o.save)
     rows.emplace_back("save", *o.save + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
+  if (o.save_sharded) {
+    rows.emplace_back("save sharded",
+                      *o.save_sharded + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
+  }
   if (!o.metrics.empty()) rows.emplace_back("metrics", o.metrics);
   if (!o.trace.empty()) rows.emplace_back("trace", o.trace);
   if (!o.profile.empty()) rows.emplace_back("profile", o.profile);

@@ -16,6 +16,7 @@
 #include "common/nvtx.hpp"
 #include "common/run_state.hpp"
 #include "common/safetensors.hpp"
+#include "common/sharded_checkpoint.hpp"
 #include "common/text.hpp"
 #include "common/watchdog.hpp"
 
@@ -86,7 +87,7 @@ void Run::State::refuse_if_too_large(const MemoryPattern& pattern) const {
 std::vector<std::string> Run::load(AdamW& optimizer, LossScaler& scaler) {
   State& s = *state_;
   if (!s.options.load.empty()) {
-    const FullState file = load_full_state(s.options.load);
+    const FullState file = load_checkpoint(s.options.load);
     check_full_state(file, s.options.model, storage_dtype(s.options.precision), s.options.load);
     if (file.training.step > s.options.steps) {
       throw UsageError(fmt::format("--load {}: it was saved at step {}, after --steps {}", s.options.load,

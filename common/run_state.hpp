@@ -60,6 +60,7 @@ struct Run::State {
       : options(o), launch(l), device(d), world(w) {}
 
   bool records() const { return options.verify; }
+  bool saves() const { return options.save || options.save_sharded; }
   /// Whole tensors on the CPU: copies, or gathered through the layout (collective; empty on ranks other than 0).
   NamedTensors whole(const NamedTensors& tensors) const {
     return layout != nullptr ? layout->gather(tensors) : copies_on_cpu(tensors);

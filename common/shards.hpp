@@ -21,7 +21,7 @@ struct Piece {
   int64_t count = 0;
 };
 
-/// Which pieces each rank holds. All calls but cut() are collective.
+/// Which pieces each rank holds. All calls but cut() and the accessors are collective.
 class ShardLayout {
  public:
   /// `parameters`: all of the model in registration order. `mine`: this rank's pieces, at most one of each parameter, in
@@ -43,10 +43,14 @@ class ShardLayout {
   /// This rank's elements of a whole tensor, for mine()[index], flat: [count].
   at::Tensor cut(size_t index, const at::Tensor& whole) const;
 
- private:
+  /// Elements [first, first + count) of a parameter; count 0: none.
   struct Range {
     int64_t first = 0, count = 0;
   };
+  /// What each rank holds of parameters()[parameter], by rank. Not collective.
+  const std::vector<Range>& ranges(size_t parameter) const { return ranges_.at(parameter); }
+
+ private:
   std::vector<ParameterShape> parameters_;
   std::vector<Piece> mine_;
   at::ScalarType dtype_;

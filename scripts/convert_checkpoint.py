@@ -6,6 +6,8 @@
   scripts/convert_checkpoint.py run_dcp/ back.pt            # a full-state file that every trainer loads (--load back.pt)
   scripts/convert_checkpoint.py run.safetensors back.pt
   scripts/convert_checkpoint.py run.pt weights.safetensors --weights-only
+  scripts/convert_checkpoint.py run_sharded/ run.pt         # what --save-sharded wrote, at any number of ranks
+  scripts/convert_checkpoint.py run.pt run_sharded/ --sharded
 
 The form of the output follows its name: .pt, .safetensors, or a folder (a name that ends in / or has no suffix). That of
 the input is found out. Nothing is lost on the way: weights, moments, step counts, training state and random state come
@@ -35,6 +37,8 @@ except ImportError:
         sys.exit("error: torch and safetensors are needed: run scripts/setup.sh")
     os.execve(found[-1], [str(found[-1]), *sys.argv], dict(os.environ, MGP_CONVERT_AGAIN="1"))
 
+FULL, SHARDED = "multi-gpu-playground full state 1", "multi-gpu-playground sharded state 1"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 REST = "multi_gpu_playground"  # the entry of a file's metadata that holds everything but tensors, as JSON
 
 
@@ -94,14 +98,72 @@ def tree_of_names(tensors):
         {"model": {name: None for name in names}}
 
 
+# ── the trainers' sharded folder (common/sharded_checkpoint.hpp) ──────────────────────────────────────────────────────
+
+def read_sharded(path):
+    try:
+        index = json.loads((path / "index.json").read_text())
+        if index["format"] != SHARDED:
+            raise InputError(f"{path}: is of the foreign format {index['format']!r}")
+        shapes = {p["name"]: p["shape"] for p in index["parameters"]}
+        whole, seen = {}, {}
+        for entry in index["files"]:
+            if pathlib.Path(entry["name"]).name != entry["name"]:
+                raise InputError(f"{path}: {entry['name']} is no plain file name")
+            with safe_open(path / entry["name"], "pt") as file:
+                offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+                for key in file.keys():
+                    block, first = file.get_tensor(key), offsets[key]["saved_offsets"][0]
+                    name = key.removeprefix("model.").removeprefix("optimizer.exp_avg.").removeprefix("optimizer.exp_avg_sq.")
+                    target = whole.setdefault(key, torch.empty(shapes[name], dtype=block.dtype))
+                    target[first:first + block.shape[0]] = block
+                    seen[key] = seen.get(key, 0) + block.numel()
+        incomplete = [key for key, tensor in whole.items() if seen[key] != tensor.numel()]
+        if incomplete:
+            raise InputError(f"{path}: {incomplete[0]} is not whole: {seen[incomplete[0]]} of its elements are there")
+        training = {key: torch.frombuffer(bytearray.fromhex(value["hex"]), dtype=torch.uint8) if isinstance(value, dict) else value
+                    for key, value in index["training"].items()}
+        steps = {name: torch.tensor(float(index["step_count"])) for name in shapes}
+        optimizer = {moment: {name: whole[f"optimizer.{moment}.{name}"] for name in shapes} for moment in MOMENTS}
+        return {"model": {name: whole[f"model.{name}"] for name in shapes}, "optimizer": {**optimizer, "step": steps},
+                "training": training, "config": index["config"], "format": FULL}
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, OSError, SafetensorError) as error:
+        raise InputError(f"{path}: not a whole sharded checkpoint: {type(error).__name__} {error}") from None
+
+
+def write_sharded(state, folder):
+    """One file, as one rank would write it. It loads at any number of ranks."""
+    if state.get("format") != FULL:
+        raise InputError("--sharded needs a full-state file of a trainer, with optimizer and training state")
+    tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    tensors |= {f"optimizer.{m}.{name}": tensor for m in MOMENTS for name, tensor in state["optimizer"][m].items()}
+    offsets = {key: {"saved_offsets": [0] * tensor.dim()} for key, tensor in tensors.items()}
+    folder.mkdir()
+    name = "shard-00001-model-00001-of-00001.safetensors"
+    save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, folder / name,
+              metadata={"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)})
+    training = {key: {"hex": bytes(value.tolist()).hex()} if isinstance(value, torch.Tensor) else value
+                for key, value in state["training"].items()}
+    steps = {float(step) for step in state["optimizer"]["step"].values()}
+    if len(steps) != 1:
+        raise InputError("the parameters have taken different numbers of steps, which a sharded folder cannot hold")
+    index = {"format": SHARDED, "ranks": 1, "step_count": steps.pop(),
+             "files": [{"name": name, "bytes": (folder / name).stat().st_size}],
+             "parameters": [{"name": n, "shape": list(t.shape)} for n, t in state["model"].items()],
+             "config": state["config"], "training": training}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def read(path):
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if path.is_dir():
+        if (path / "index.json").exists():
+            return read_sharded(path)
         if not (path / ".metadata").exists():
-            raise InputError(f"{path}: this folder has no .metadata, so it is no distributed checkpoint")
+            raise InputError(f"{path}: this folder has no .metadata and no index.json, so it is no checkpoint")
         metadata = dcp.FileSystemReader(path).read_metadata()
         state = {}
         for name, entry in metadata.state_dict_metadata.items():
@@ -142,10 +204,12 @@ def sync(path):
         os.close(descriptor)
 
 
-def write(state, path, folder):
+def write(state, path, folder, sharded):
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        if folder:
+        if sharded:
+            write_sharded(state, temporary)
+        elif folder:
             tensors, tree = flatten(state)
             dcp.save({**tensors, REST: json.dumps(tree)}, checkpoint_id=temporary, no_dist=True)
         elif path.suffix == ".safetensors":
@@ -170,10 +234,13 @@ def main():
     parser.add_argument("input", type=pathlib.Path)
     parser.add_argument("output")
     parser.add_argument("--weights-only", action="store_true", help="leave out optimizer and training state")
+    parser.add_argument("--sharded", action="store_true", help="write the trainers' sharded form instead of a DCP folder")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     output = pathlib.Path(args.output)
     folder = args.output.endswith("/") or output.suffix == "" or output.is_dir()
+    if args.sharded and (not folder or args.weights_only):
+        parser.error("--sharded writes a folder with everything: FOLDER/, without --weights-only")
     if not folder and output.suffix not in (".pt", ".safetensors"):
         parser.error(f"output {args.output}: write NAME.pt, NAME.safetensors or FOLDER/")
     try:
@@ -184,7 +251,7 @@ def main():
         state = read(args.input)
         if args.weights_only:
             state = {"model": state["model"]}
-        write(state, output, folder)
+        write(state, output, folder, args.sharded)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -67,7 +67,7 @@ def run(trainer, args, ranks=1, environment=None, timeout=300, cwd=None, device=
     command = [trainer if os.sep in trainer else binary(trainer)] + [str(a) for a in args]
     if device and "--device" not in command:
         command += ["--device", device]
-    if "train_fsdp" in command[0] and "--save" not in command and "--verify" not in command:
+    if "train_fsdp" in command[0] and not {"--save", "--save-sharded", "--verify"} & set(command):
         command.append("--no-save")  # they write a file at the end, as the reference does; here nobody wants it
     if ranks > 1:
         command = mpirun_command(ranks) + command

@@ -27,9 +27,16 @@ void add_inflight_option(CLI::App& app, ShardOptions& options) {
       ->group("Options");
 }
 
-void add_no_save_option(CLI::App& app, ShardOptions& options) {
-  app.add_flag("--no-save", options.no_save, "do not write the full-state file at the end of a run without --save")
+void add_save_options(CLI::App& app, ShardOptions& options) {
+  app.add_option_function<std::string>(
+         "--save-sharded",
+         [&options](const std::string& folder) {
+           options.save_sharded = folder.empty() ? options.trainer.pattern + "_tiny_transformer_sharded_dcp" : folder;
+         },
+         "write a sharded checkpoint, a file from each rank, at the end [DIR]")
+      ->expected(0, 1)
       ->group("Options");
+  app.add_flag("--no-save", options.no_save, "write nothing at the end of a run without --save")->group("Options");
 }
 
 void check_shard_options(ShardOptions& options) {
@@ -47,11 +54,13 @@ void check_shard_options(ShardOptions& options) {
         "leave it out");
   }
   options.cuda_graph_flag = "off";  // --fast means low weights alone here
-  if (options.no_save && options.save) {
-    throw UsageError(fmt::format("--no-save and --save {} contradict each other: give one of them", *options.save));
+  if (options.no_save && (options.save || options.save_sharded)) {
+    throw UsageError(fmt::format("--no-save and {} contradict each other: give one of them",
+                                 options.save ? "--save " + *options.save : "--save-sharded " + *options.save_sharded));
   }
-  if (!options.save && !options.no_save && !options.verify && options.steps > 0) {
+  if (!options.save && !options.save_sharded && !options.no_save && !options.verify && options.steps > 0) {
     options.save = options.trainer.pattern + "_tiny_transformer_full_state.pt";
+    if (options.trainer.pattern == "fsdp2") options.save_sharded = "fsdp2_tiny_transformer_sharded_dcp";
   }
   if (options.weights.empty() && uses_autocast(options.precision)) options.weights = "low";
 }

@@ -19,12 +19,12 @@ struct ShardOptions : Options {
 
 void add_strategy_option(CLI::App& app, ShardOptions& options);  ///< --shard-strategy
 void add_inflight_option(CLI::App& app, ShardOptions& options);  ///< --max-inflight
-void add_no_save_option(CLI::App& app, ShardOptions& options);   ///< --no-save
+void add_save_options(CLI::App& app, ShardOptions& options);     ///< --save-sharded, --no-save
 
 /// After parsing and before settle(): refuses wrong values, and takes --weights low for bf16 and fp16 unless the flag was
 /// given. Autocast's casts of all weights would stay from forward to backward, which is what sharding is there to avoid.
-/// A run without --save writes the trainer's artifact at its end, as the reference does, unless it only proves (--verify) or
-/// --no-save was given. Throws UsageError.
+/// A run without --save and --save-sharded writes the trainer's artifacts at its end, as the reference does (train_fsdp2 both
+/// forms), unless it only proves (--verify) or --no-save was given. Throws UsageError.
 void check_shard_options(ShardOptions& options);
 
 /// Calls and bytes of a step. `elements`: of each unit when it is whole, padding included, in the order of unit_shapes().

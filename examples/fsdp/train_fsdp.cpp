@@ -65,7 +65,7 @@ int train_fsdp(int argc, char** argv) {
   parse_options(argc, argv, kTrainer, options, [&](CLI::App& app) {
     add_strategy_option(app, options);
     add_inflight_option(app, options);
-    add_no_save_option(app, options);
+    add_save_options(app, options);
   });
   check_shard_options(options);
 

@@ -75,7 +75,7 @@ int train_fsdp2(int argc, char** argv) {
     app.add_option("--replicas", options.replicas, "HSDP: R copies of the shards, each cut over ranks / R (1)")
         ->group("Options");
     add_inflight_option(app, options);
-    add_no_save_option(app, options);
+    add_save_options(app, options);
   });
   if (options.reshard_after_forward != "on" && options.reshard_after_forward != "off") {
     throw UsageError(fmt::format("--reshard-after-forward is '{}': choose on or off", options.reshard_after_forward));

@@ -8,6 +8,7 @@
 #include "common/model.hpp"
 #include "common/optimizer.hpp"
 #include "common/precision.hpp"
+#include "common/sharded_checkpoint.hpp"
 
 namespace mgp {
 TrainingRecord train_on_one_device(const Options& options, at::Device device, Precision precision,
@@ -25,7 +26,7 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
   LossScaler scaler(scaled, {run.lowest_scale / 4, options.scaler.growth_interval}, device);
   int64_t first_step = 1;
   if (!options.load.empty()) {
-    const FullState file = load_full_state(options.load);
+    const FullState file = load_checkpoint(options.load);
     restore(file, optimizer);
     first_step = file.training.step + 1;
   }

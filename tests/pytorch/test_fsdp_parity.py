@@ -11,6 +11,7 @@ one sum is replaced by the same in fp64; how the ranks' norms come together and 
 Run: python test_fsdp_parity.py   (MGP_BUILD_DIR names the build folder). Exit code 77: cannot run here.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -57,7 +58,8 @@ MODELS = {  # kind and sizes
 }
 TRAINERS = ("train_fsdp", "train_fsdp2")
 RANKS = (2, 3)
-CASES = [(trainer, model, ranks) for trainer in TRAINERS for model in MODELS for ranks in RANKS]
+CASES = [(trainer, model, ranks) for trainer in TRAINERS for model in MODELS for ranks in RANKS
+         if (model, ranks) != ("even", 2)]  # the sizes of "even" only show that nothing hangs on the uneven ones
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -74,6 +76,7 @@ def base_of(folder, trainer, model, ranks):
 # ── the C++ side ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@functools.cache
 def mpirun(ranks):
     """The command in front of a trainer on `ranks` CPU ranks."""
     command = ["mpirun", "-n", str(ranks)]
@@ -172,8 +175,13 @@ class Flat:
         FullyShardedDataParallel.set_state_dict_type(self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(),
                                                      FullOptimStateDictConfig())
         parameters = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        state = FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer, group=self.group)["state"]
-        return parameters, {moment: {name: state[name][moment] for name in parameters} for moment in MOMENTS}
+        moments = {}
+        for moment in MOMENTS:  # one by one: on a CPU all the moments that one call gathers lie in the same memory
+            mine = self.optimizer.state_dict()
+            mine["state"] = {key: {moment: state[moment]} for key, state in mine["state"].items()}
+            whole = FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer, mine, group=self.group)
+            moments[moment] = {name: whole["state"][name][moment].clone() for name in parameters}
+        return parameters, moments
 
 
 class ByRows:
@@ -338,7 +346,8 @@ class ParityTest(unittest.TestCase):
         for trainer, model, ranks in CASES:
             if trainer != "train_fsdp2":
                 continue
-            gathered, shapes = self.ours[trainer, model, ranks]["gathered"], self.theirs[trainer, model, ranks]["shapes"]
+            gathered = self.ours[trainer, model, ranks]["gathered"]
+            shapes = self.theirs[trainer, model, ranks]["shapes"]
             with self.subTest(model=model, ranks=ranks):
                 for unit, names in units_of(config_of(model), list(self.initial[model])).items():
                     expected = ranks * sum(torch.Size(shapes[0][name]).numel() for name in names)

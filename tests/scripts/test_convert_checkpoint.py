@@ -57,6 +57,25 @@ class Convert(harness.TrainerTest):
                 self.assertEqual(*hashes)
         self.assertEqual([p.name for p in f.iterdir() if p.name.startswith(".")], [])  # no temporary file stays
 
+    def test_the_sharded_form(self):
+        f = self.folder
+        args = TINY + ["--steps", "2", "--save", f / "run.pt", "--save-sharded", f / "s"]
+        self.check_code(harness.run("train_fsdp", args, 3), 0)
+        state = torch.load(f / "run.pt", weights_only=True)
+        self.check_code(self.convert(f / "s", f / "back.pt"), 0)
+        self.assertTrue(equal(state, torch.load(f / "back.pt", weights_only=True)))
+        self.check_code(self.convert(f / "run.pt", f"{f}/t/", "--sharded"), 0)
+        hashes = []
+        for source in ("run.pt", "s", "t"):
+            result = harness.run("train_fsdp2", TINY + ["--steps", "4", "--load", f / source], 2)
+            self.check_code(result, 0)
+            hashes.append(harness.parameter_hash(result))
+        self.assertEqual(len(set(hashes)), 1)
+        next((f / "s").glob("shard-00002*")).unlink()
+        result = self.convert(f / "s", f / "c.pt")
+        self.check_code(result, 2)
+        self.assertEqual(len(result.error_lines()), 1, result.err)
+
     def test_pytorchs_own_readers(self):
         f = self.folder
         state = torch.load(self.saved(), weights_only=True)

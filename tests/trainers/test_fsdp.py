@@ -1,9 +1,13 @@
 """train_fsdp and train_fsdp2: equal to one device in every way of sharding; calls, prefetch, checkpoints across trainers."""
 
+import os
 import pathlib
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -175,15 +179,87 @@ class Sharded(harness.TrainerTest):
         self.assertIn("parameters after step 40", out)
 
     def test_a_bare_run_saves_at_its_end(self):
-        for trainer, name in (("train_fsdp", "fsdp"), ("train_fsdp2", "fsdp2")):
+        for trainer, names in (("train_fsdp", {"fsdp_tiny_transformer_full_state.pt"}),
+                               ("train_fsdp2", {"fsdp2_tiny_transformer_full_state.pt", "fsdp2_tiny_transformer_sharded_dcp"})):
+            folder = self.folder / trainer
+            folder.mkdir()
             command = [harness.binary(trainer), "--device", "cpu", *TINY, "--steps", "2"]
-            result = harness.run_command(command, cwd=self.folder)
+            result = harness.run_command(command, cwd=folder)
             self.check_code(result, 0)
-            self.assertIn(f"saved {name}_tiny_transformer_full_state.pt at step 2", result.out)
-            self.assertTrue((self.folder / f"{name}_tiny_transformer_full_state.pt").exists())
-        for flags in (["--no-save"], ["--verify"]):
-            self.check_code(harness.run_command(command + flags, cwd=self.folder / "."), 0)
-        self.assertEqual(len(list(self.folder.iterdir())), 2)
+            self.assertEqual({p.name for p in folder.iterdir()}, names)
+            for name in names:
+                self.assertIn(f"saved {name} at step 2", result.out)
+                self.check_code(harness.run("train_single", TINY + ["--steps", "3", "--load", folder / name, "--verify"]), 0)
+            for flags in (["--no-save"], ["--verify"]):
+                (folder / "empty").mkdir(exist_ok=True)
+                self.check_code(harness.run_command(command + flags, cwd=folder / "empty"), 0)
+                self.assertEqual(list((folder / "empty").iterdir()), [])
+
+    def test_sharded_checkpoints_go_anywhere(self):
+        """Trials B23 to B25 and B27 in the sharded form, with sizes that tear rows apart; bit-equal at the same number."""
+        args = TINY + UNEVEN + ["--global-batch-size", "12"]
+        for trainer in BOTH:
+            half, straight, resumed = (self.folder / f"{trainer}.{name}" for name in ("half", "straight.pt", "resumed.pt"))
+            self.check_code(harness.run(trainer, args + ["--steps", "6", "--save", straight], 4), 0)
+            result = harness.run(trainer, args + ["--steps", "3", "--save-every", "1", "--save-sharded", half], 4)
+            self.check_code(result, 0)
+            left = [p.name for p in self.folder.iterdir() if p.name.lstrip(".").startswith(half.name)]
+            self.assertEqual(left, [half.name])  # no temporary folder stays
+            for other, ranks in (("train_single", 1), ("train_ddp", 2), ("train_fsdp", 3), ("train_fsdp2", 2)):
+                with self.subTest(saved=trainer, loaded=other, ranks=ranks):
+                    self.check_code(harness.run(other, args + ["--steps", "6", "--load", half, "--verify"], ranks), 0)
+            self.check_code(harness.run(trainer, args + ["--steps", "6", "--load", half, "--save", resumed], 4), 0)
+            self.assertEqual(straight.read_bytes(), resumed.read_bytes())
+
+    def test_killed_while_saving(self):
+        """Trial B33: whatever the moment, the last complete checkpoint loads, and its step never goes back."""
+        folder = self.folder / "s"
+        command = harness.mpirun_command(2) + [harness.binary("train_fsdp2"), "--device", "cpu", "--preset", "tiny", "--layers", "2",
+                                               "--batch-size", "1", "--steps", "100000", "--save-sharded", str(folder), "--save-every",
+                                               "1", "--resume", "--log-every", "1"]
+        last = 0
+        for attempt in range(8):
+            process = subprocess.Popen(command, env=harness.clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                       text=True, start_new_session=True)
+            lines = []
+            while sum("saved" in line for line in lines) < 2:
+                line = process.stdout.readline()
+                self.assertTrue(line, "".join(lines))
+                lines.append(line)
+            time.sleep(0.017 * attempt)  # somewhere within a save and a step
+            os.killpg(process.pid, signal.SIGKILL)
+            subprocess.run(["pkill", "-9", "-f", str(folder)], check=False)
+            process.communicate()
+            loaded = [int(n) for n in re.findall(r"loaded .* at step (\d+)", "".join(lines))]
+            self.assertEqual(loaded == [], attempt == 0, "".join(lines))
+            if loaded:
+                self.assertGreaterEqual(loaded[0], last)
+            last = max(int(n) for n in re.findall(r"saved .* at step (\d+)", "".join(lines)))
+
+    def test_damaged_folders_are_one_line(self):
+        folder = self.folder / "s"
+        self.check_code(harness.run("train_fsdp", TINY + ["--steps", "1", "--save-sharded", folder], 3), 0)
+        shards = sorted(p.name for p in folder.glob("*.safetensors"))
+        self.assertEqual(len(shards), 3)
+
+        def damaged(name, change):
+            copy = self.folder / name
+            shutil.copytree(folder, copy)
+            change(copy)
+            for trainer, ranks in (("train_single", 1), ("train_fsdp2", 2)):
+                with self.subTest(damage=name, trainer=trainer):
+                    self.check_refused(harness.run(trainer, TINY + ["--steps", "2", "--load", copy], ranks), "--load")
+
+        damaged("missing_file", lambda c: (c / shards[1]).unlink())
+        damaged("missing_index", lambda c: (c / "index.json").unlink())
+        damaged("cut_file", lambda c: (c / shards[0]).write_bytes((c / shards[0]).read_bytes()[:-100]))
+        damaged("long_file", lambda c: (c / shards[0]).write_bytes((c / shards[0]).read_bytes() + b"x"))
+        damaged("lying_header", lambda c: (c / shards[2]).write_bytes(b"\xff" * 7 + (c / shards[2]).read_bytes()[7:]))
+        damaged("no_json", lambda c: (c / "index.json").write_text("{"))
+        damaged("path_trick", lambda c: (c / "index.json").write_text((c / "index.json").read_text().replace(shards[0], "../" + shards[0])))
+        damaged("empty", lambda c: [p.unlink() for p in c.iterdir()])
+        other = harness.run("train_fsdp2", ["--preset", "tiny", "--layers", "3", "--steps", "2", "--load", folder], 2)
+        self.check_refused(other, "--load", "layers is 2 in the file, 3 here")
 
     def test_wrong_usage(self):
         for trainer, args, needles in (("train_fsdp", ["--shard-strategy", "half"], ["--shard-strategy", "half", "optimizer"]),
