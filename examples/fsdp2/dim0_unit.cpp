@@ -16,12 +16,12 @@ namespace {
 int64_t row_numel(const ParameterShape& shape) { return shape.numel() / shape.shape.front(); }
 
 int64_t block_numel(const ParameterShape& shape, int64_t ranks) {
-  return row_block(shape.shape.front(), 0, ranks).count * row_numel(shape);  // rank 0's block is as long as any
+  return row_range(shape.shape.front(), 0, ranks).count * row_numel(shape);  // rank 0's block is as long as any
 }
 
 }  // namespace
 
-RowBlock row_block(int64_t rows, int64_t rank, int64_t ranks) {
+RowRange row_range(int64_t rows, int64_t rank, int64_t ranks) {
   const int64_t block = (rows + ranks - 1) / ranks;
   const int64_t first = std::min(rank * block, rows);
   return {first, std::min(block, rows - first)};
@@ -48,7 +48,7 @@ Dim0Unit::Dim0Unit(UnitParameters parameters, Communicator& group, Communicator*
     Cut cut;
     cut.block = block_numel(shape, ranks_);
     cut.offset = length_;
-    cut.rows = row_block(shape.shape.front(), rank_, ranks_);
+    cut.rows = row_range(shape.shape.front(), rank_, ranks_);
     length_ += cut.block;
     if (cut.rows.count > 0) {
       std::vector<int64_t> local = shape.shape;
@@ -150,7 +150,7 @@ std::string Dim0Unit::layout() const {
       fmt::format("{}: {} parameters, each cut by rows over {} ranks\n", whole_.name, cuts_.size(), ranks_);
   for (const ParameterShape& shape : whole_.shapes) {
     std::vector<int64_t> rows;
-    for (int64_t rank = 0; rank < ranks_; ++rank) rows.push_back(row_block(shape.shape.front(), rank, ranks_).count);
+    for (int64_t rank = 0; rank < ranks_; ++rank) rows.push_back(row_range(shape.shape.front(), rank, ranks_).count);
     text += fmt::format("  {} {}: rows {}\n", shape.name, shape.shape, fmt::join(rows, ", "));
   }
   return text;

@@ -12,10 +12,10 @@
 namespace mgp {
 
 /// Rows [first, first + count) of dimension 0 that `rank` of `ranks` holds; count may be 0.
-struct RowBlock {
+struct RowRange {
   int64_t first = 0, count = 0;
 };
-RowBlock row_block(int64_t rows, int64_t rank, int64_t ranks);
+RowRange row_range(int64_t rows, int64_t rank, int64_t ranks);
 
 class Dim0Unit : public Unit {
  public:
@@ -45,7 +45,7 @@ class Dim0Unit : public Unit {
     at::Tensor whole;    // [n * block], dtype of the computation; its memory comes and goes
     int64_t block = 0;   // elements of one rank's block
     int64_t offset = 0;  // of the block in a rank's part of the buffers
-    RowBlock rows;       // this rank's
+    RowRange rows;       // this rank's
     at::Tensor shard;    // [rows, ...], fp32 or fp64; undefined without rows
   };
 

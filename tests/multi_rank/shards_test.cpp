@@ -63,7 +63,7 @@ TEST(Shards, RowsAreCutAsTorchChunkCuts) {
     for (const int64_t ranks : {1, 2, 3, 4, 7}) {
       const std::vector<at::Tensor> chunks = at::arange(rows).chunk(ranks);
       for (int64_t rank = 0; rank < ranks; ++rank) {
-        const RowBlock block = row_block(rows, rank, ranks);
+        const RowRange block = row_range(rows, rank, ranks);
         const bool there = rank < static_cast<int64_t>(chunks.size());
         EXPECT_EQ(block.count, there ? chunks[static_cast<size_t>(rank)].size(0) : 0) << rows << " on " << ranks;
         if (there) {
