@@ -14,8 +14,8 @@ inline constexpr const char* kIndexName = "index.json";
 ///
 ///   <folder> -> <folder>.old,   <folder>.tmp-<step> -> <folder>,   then <folder>.old is removed
 ///
-/// A kill between the two leaves the previous checkpoint under `.old` alone: folder_to_load() finds it there, and the next
-/// save removes it. A kill at another moment leaves a whole `<folder>`.
+/// A kill between the two leaves the previous checkpoint under `.old` alone: folder_to_load() finds it there, and the
+/// next save removes it. A kill at another moment leaves a whole `<folder>`.
 ///
 /// Nothing but a checkpoint's own files is ever removed. One run at a time saves to a folder.
 class PublishedFolder {
@@ -30,8 +30,8 @@ class PublishedFolder {
   /// Removes what killed saves left and makes the temporary folder. Throws RunError with path and errno text, and for
   /// a `folder` that is something else than a checkpoint or an empty folder: it would be lost.
   void prepare();
-  /// Makes the temporary folder durable and puts it in place of the one before. Throws RunError with path and errno text;
-  /// the checkpoint before is then in place again.
+  /// Makes the temporary folder durable and puts it in place of the one before. Throws RunError with path and errno
+  /// text; the checkpoint before is then in place again.
   void publish();
   /// Removes the temporary folder. Says nothing if that fails: it is called where something has failed already.
   void discard() noexcept;

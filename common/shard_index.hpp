@@ -3,7 +3,7 @@
 //   {"format": "multi-gpu-playground sharded state 1", "ranks": 3, "step_count": 5.0,
 //    "files": [{"name": "shard-00001-model-00001-of-00001.safetensors", "bytes": 1234}, ...],
 //    "parameters": [{"name": "embedding.weight", "shape": [32000, 768]}, ...],      in registration order
-//    "config": {...}, "training": {...}}                                            as in the full state (checkpoint.hpp)
+//    "config": {...}, "training": {...}}                                            as in checkpoint.hpp
 //
 // States of random generators, the only tensors among them, stand there as {"hex": "00ff.."}.
 #pragma once

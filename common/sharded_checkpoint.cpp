@@ -29,8 +29,8 @@ class SharedError : public RunError {
   using RunError::RunError;
 };
 
-/// Does `act` on each rank and tells all ranks its text. Where one fails all throw the same RunError, after all have come:
-/// a rank that threw by itself would leave the others waiting.
+/// Does `act` on each rank and tells all ranks its text. Where one fails all throw the same RunError, after all have
+/// come: a rank that threw by itself would leave the others waiting.
 std::vector<std::string> together(Communicator& world, const std::string& folder, const std::string& what,
                                   const std::function<std::string()>& act) {
   std::string mine;

@@ -1,5 +1,5 @@
-// From pieces to rows: the files of a sharded checkpoint hold whole rows of dimension 0, but a flat buffer (FSDP1) is cut
-// anywhere.
+// From pieces to rows: the files of a sharded checkpoint hold whole rows of dimension 0, but a flat buffer (FSDP1) is
+// cut anywhere.
 #pragma once
 
 #include <array>
@@ -27,9 +27,9 @@ struct RowBlock {
 std::vector<std::vector<ShardLayout::Range>> ranges_to_save(const ShardLayout& layout);
 
 /// This rank's rows of each parameter of which it has any: the rows whose first element it saves. Views where no row is
-/// torn, else CPU tensors. Collective: one all_gather of all fragments of torn rows (less than a row for each parameter,
-/// rank and kind), none if no row is torn. `types`: dtype of each kind, the same on all ranks, known to ranks without
-/// pieces too.
+/// torn, else CPU tensors. Collective: one all_gather of all fragments of torn rows (less than a row for each
+/// parameter, rank and kind), none if no row is torn. `types`: dtype of each kind, the same on all ranks, known to
+/// ranks without pieces too.
 std::vector<RowBlock> rows_to_save(const ShardLayout& layout, const ShardKinds& local,
                                    const std::array<at::ScalarType, kShardKinds>& types, Communicator& world);
 

@@ -1,5 +1,5 @@
-// The sharded checkpoint as ranks write it: flat ranges that tear rows, rows, ranks without anything, replicas; and what
-// happens when one rank cannot write.
+// The sharded checkpoint as ranks write it: flat ranges that tear rows, rows, ranks without anything, replicas; and
+// what happens when one rank cannot write.
 #include "common/sharded_checkpoint.hpp"
 
 #include <signal.h>

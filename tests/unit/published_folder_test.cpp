@@ -77,7 +77,8 @@ TEST(PublishedFolder, AKillAtAnyMomentLeavesACheckpoint) {
   EXPECT_EQ(read_file(folder + "/" + kIndexName), "newer");
 }
 
-// Real kills: a child saves again and again and is killed at some moment, then the next child goes on from what it left.
+// Real kills: a child saves again and again and is killed at some moment, then the next child goes on from what it
+// left.
 TEST(PublishedFolder, KilledSavesLeaveOneThatLoads) {
   const ScratchFolder scratch;
   const std::string folder = scratch / "ckpt";

@@ -1,5 +1,5 @@
-// A small sharded checkpoint that is written by hand, so that the format itself is tested. What ranks write is tested in
-// tests/multi_rank.
+// A small sharded checkpoint that is written by hand, so that the format itself is tested. What ranks write is tested
+// in tests/multi_rank.
 #pragma once
 
 #include <ATen/ATen.h>
