@@ -11,6 +11,7 @@
 #include "common/atomic_file.hpp"
 #include "common/error.hpp"
 #include "common/options.hpp"
+#include "common/published_folder.hpp"
 #include "common/sharded_checkpoint.hpp"
 #include "common/text.hpp"
 
@@ -117,6 +118,14 @@ void settle(Options& options, const Launch& launch) {
                                    {"--dump-batches", options.dump_batches},
                                    {"--dump-gradients", options.dump_gradients}}) {
     if (!path.empty() && launch.rank == 0) check_writable(path, flag);
+  }
+  if (options.save_sharded && launch.rank == 0) {
+    std::string folder = *options.save_sharded;
+    while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+    if (::access(folder.c_str(), F_OK) == 0 && !is_folder(folder)) {
+      throw UsageError(fmt::format("--save-sharded {}: a file stands there, a folder is needed", folder));
+    }
+    check_writable(folder + ".tmp", "--save-sharded");  // beside it, where the folder is made before it gets its name
   }
   if (options.resume) {
     // The folder first: a run that writes both writes it last.

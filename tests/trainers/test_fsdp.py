@@ -267,6 +267,10 @@ class Sharded(harness.TrainerTest):
                                        ("train_fsdp2", ["--reshard-after-forward", "maybe"], ["--reshard-after-forward", "maybe"]),
                                        ("train_fsdp2", ["--replicas", "0"], ["--replicas 0"]),
                                        ("train_fsdp2", ["--cuda-graph", "on"], ["--cuda-graph on"]),
+                                       ("train_fsdp", ["--save-sharded", "/nonexistent/s"], ["--save-sharded", "/nonexistent"]),
+                                       ("train_fsdp2", ["--save-sharded", __file__], ["--save-sharded", "a file stands there"]),
+                                       ("train_fsdp2", ["--save-sharded", "x", "--no-save"], ["--no-save", "--save-sharded x"]),
+                                       ("train_ddp", ["--save-sharded", "x"], ["unknown option --save-sharded"]),
                                        ("train_fsdp", ["--replicas", "2"], ["unknown option --replicas"])):
             with self.subTest(args=args):
                 self.check_refused(harness.run(trainer, TINY + args, 2), *needles)
