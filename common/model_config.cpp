@@ -92,6 +92,8 @@ int64_t ParameterShape::numel() const {
   return product;
 }
 
+int64_t ParameterShape::row_numel() const { return numel() / shape.at(0); }
+
 std::vector<ParameterShape> parameter_shapes(const ModelConfig& config) {
   const int64_t C = config.dim;
   const int64_t F = config.mlp_dim;

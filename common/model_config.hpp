@@ -38,6 +38,7 @@ struct ParameterShape {
   std::string name;
   std::vector<int64_t> shape;
   int64_t numel() const;
+  int64_t row_numel() const;  ///< elements of one row of dimension 0
 };
 
 /// Names and shapes of all parameters in registration order, as `torch::nn::Module::named_parameters()` gives them.

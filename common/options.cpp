@@ -333,7 +333,7 @@ void parse_options(int argc, char** argv, const TrainerInfo& trainer, Options& o
   options.lr.total = options.steps;
   for (const std::string& text : raw.inject) options.inject.push_back(parse_injection(text));
   if (app.get_option("--save")->count() > 0) {
-    options.save = raw.save.empty() ? trainer.pattern + "_tiny_transformer_full_state.pt" : raw.save;
+    options.save = raw.save.empty() ? trainer.full_state_file() : raw.save;
   }
   if (app.get_option("--pace")->count() > 0) options.pace = parse_pace(raw.pace, trainer);
   keep_overrides(raw, app, options.model);

@@ -32,6 +32,13 @@ struct TrainerInfo {
   bool compares_precisions = false;  ///< takes --precision all, and does so by default
   /// What run.phase() and run.unit_event() are called with: where --pace can halt, beside init and step.
   std::vector<std::string> phases = {"data", "forward", "backward", "optimizer"};
+  std::string no_cuda_graph = "";  ///< why a step of this trainer cannot be captured; empty if it can
+  /// All ranks work on the same rows: the model is cut, not the batch (model, pipeline and tensor parallel).
+  bool one_batch = false;
+
+  /// What is written without a name, as in the reference.
+  std::string full_state_file() const { return pattern + "_tiny_transformer_full_state.pt"; }
+  std::string sharded_folder() const { return pattern + "_tiny_transformer_sharded_dcp"; }
 };
 
 /// --pace: where all ranks halt together, and for how long.
@@ -65,7 +72,10 @@ struct Options {
   double min_seconds = 0.0;  ///< go on after `steps` until so many seconds have passed
   int64_t warmup_steps = 5;
   int64_t log_every = 10;
-  int64_t batch_size = 0;         ///< rows per data-parallel rank; 0 until settle()
+  int64_t batch_size = 0;  ///< rows per data-parallel rank; 0 until settle()
+  /// Neighbouring ranks that hold one copy of the model together and work on the same rows. After settle() all of them
+  /// where TrainerInfo::one_batch says so; a trainer with a mesh sets it before.
+  int64_t model_ranks = 1;
   int64_t global_batch_size = 0;  ///< rows of the whole step; 0 until settle()
   int64_t accumulate = 1;
   std::string data = "fresh";
@@ -99,6 +109,8 @@ struct Options {
   Pace pace;
   bool predict = false;
   int world = 0;  ///< --world for --predict; after settle() the number of ranks
+  /// Ranks, or groups of ranks, that cut the global batch between them.
+  int64_t data_ranks() const { return world / model_ranks; }
   DebugLevel debug = DebugLevel::off;
   int64_t comm_timeout = 300;
   std::vector<Injection> inject;

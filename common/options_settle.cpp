@@ -25,13 +25,14 @@ void override_size(int64_t raw, const char* flag, int64_t& size) {
 
 /// Decides on the CUDA graph. What a graph cannot do is refused with the reason.
 void settle_cuda_graph(Options& o) {
-  o.cuda_graph =
-      o.cuda_graph_flag == "on" || (o.fast && o.cuda_graph_flag.empty() && o.cuda && o.precision != Precision::fp64);
+  const bool possible = o.cuda && o.precision != Precision::fp64 && o.trainer.no_cuda_graph.empty();
+  o.cuda_graph = o.cuda_graph_flag == "on" || (o.fast && o.cuda_graph_flag.empty() && possible);
   if (!o.cuda_graph) return;
   const auto refuse = [&](const std::string& reason) {
     throw UsageError(fmt::format(
         "{}: {}", o.cuda_graph_flag.empty() ? "--fast, which means --cuda-graph on" : "--cuda-graph on", reason));
   };
+  if (!o.trainer.no_cuda_graph.empty()) refuse(o.trainer.no_cuda_graph + "; leave it out");
   if (!o.cuda) refuse("needs a GPU, and this run is on the CPU (--device)");
   if (o.precision == Precision::fp64) {
     refuse("the learning rate of a graph is an fp32 number, which --precision fp64 would be compared with; choose one");
@@ -97,7 +98,8 @@ void settle(Options& options, const Launch& launch) {
     options.lr.lr = options.preset == "base" ? 3e-4 : options.preset == "small" ? 5e-4 : 1e-3;
   }
   settle_cuda_graph(options);
-  const int64_t ranks = options.world;
+  if (options.trainer.one_batch) options.model_ranks = options.world;
+  const int64_t ranks = options.data_ranks();
   if (options.global_batch_size == 0) {
     if (options.batch_size == 0)
       options.batch_size = options.preset == "base" ? 32 : options.preset == "small" ? 16 : 8;
@@ -105,10 +107,11 @@ void settle(Options& options, const Launch& launch) {
   }
   options.batch_size = slice_rows(options.global_batch_size, 0, ranks).size();  // the largest rank's rows
   if (options.global_batch_size < ranks * options.accumulate) {
-    throw UsageError(fmt::format(
-        "a global batch of {} rows cut over {} rank{} x --accumulate {} leaves a part empty: at least {} "
-        "rows are needed (--global-batch-size or --batch-size)",
-        options.global_batch_size, ranks, ranks == 1 ? "" : "s", options.accumulate, ranks * options.accumulate));
+    throw UsageError(
+        fmt::format("a global batch of {} rows cut over {} {}{} x --accumulate {} leaves a part empty: at least {} "
+                    "rows are needed (--global-batch-size or --batch-size)",
+                    options.global_batch_size, ranks, options.model_ranks > 1 ? "data-parallel group" : "rank",
+                    ranks == 1 ? "" : "s", options.accumulate, ranks * options.accumulate));
   }
 
   for (const auto& [flag, path] : {std::pair<const char*, std::string>{"--save", options.save.value_or("")},
@@ -119,14 +122,7 @@ void settle(Options& options, const Launch& launch) {
                                    {"--dump-gradients", options.dump_gradients}}) {
     if (!path.empty() && launch.rank == 0) check_writable(path, flag);
   }
-  if (options.save_sharded && launch.rank == 0) {
-    std::string folder = *options.save_sharded;
-    while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
-    if (::access(folder.c_str(), F_OK) == 0 && !is_folder(folder)) {
-      throw UsageError(fmt::format("--save-sharded {}: a file stands there, a folder is needed", folder));
-    }
-    check_writable(folder + ".tmp", "--save-sharded");  // beside it, where the folder is made before it gets its name
-  }
+  if (options.save_sharded && launch.rank == 0) check_publishable(*options.save_sharded, "--save-sharded");
   if (options.resume) {
     // The folder first: a run that writes both writes it last.
     if (options.save_sharded && is_sharded_checkpoint(*options.save_sharded)) {
@@ -149,9 +145,10 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
       {"sizes", fmt::format("V {}  T {}  C {}  H {}  layers {}  F {}  classes {}", m.vocab_size, m.seq_len, m.dim,
                             m.heads, m.layers, m.mlp_dim, m.classes)},
       {"ranks", fmt::format("{} on {}", o.world, o.cuda ? "GPUs" : "CPUs")},
-      {"batch", fmt::format("{} rows a step = {} rank{} x {}{}, {} tokens", o.global_batch_size, o.world,
-                            o.world == 1 ? "" : "s", o.batch_size,
-                            o.global_batch_size % o.world != 0 ? " or one less" : "", with_commas(tokens))},
+      {"batch",
+       fmt::format("{} rows a step = {} {}{} x {}{}, {} tokens", o.global_batch_size, o.data_ranks(),
+                   o.model_ranks > 1 ? "data-parallel group" : "rank", o.data_ranks() == 1 ? "" : "s", o.batch_size,
+                   o.global_batch_size % o.data_ranks() != 0 ? " or one less" : "", with_commas(tokens))},
       {"accumulate", fmt::format("{} backward pass{} a step", o.accumulate, o.accumulate == 1 ? "" : "es")},
       {"precision", to_string(o.precision) + (o.low_weights()              ? " weights, fp32 masters in the optimizer"
                                               : uses_autocast(o.precision) ? " autocast, fp32 weights"
@@ -172,12 +169,9 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
                             o.warmup_steps, o.log_every)},
   };
   if (!o.load.empty()) rows.emplace_back("load", o.load);
-  if (o.save)
-    rows.emplace_back("save", *o.save + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
-  if (o.save_sharded) {
-    rows.emplace_back("save sharded",
-                      *o.save_sharded + (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : ""));
-  }
+  const std::string how_often = o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : "";
+  if (o.save) rows.emplace_back("save", *o.save + how_often);
+  if (o.save_sharded) rows.emplace_back("save sharded", *o.save_sharded + how_often);
   if (!o.metrics.empty()) rows.emplace_back("metrics", o.metrics);
   if (!o.trace.empty()) rows.emplace_back("trace", o.trace);
   if (!o.profile.empty()) rows.emplace_back("profile", o.profile);

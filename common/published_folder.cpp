@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "common/atomic_file.hpp"
 #include "common/error.hpp"
 
 namespace mgp {
@@ -164,6 +165,14 @@ void PublishedFolder::discard() noexcept {
     remove_checkpoint(temporary_);
   } catch (const std::exception&) {  // the next save tries again
   }
+}
+
+void check_publishable(const std::string& folder, const std::string& flag) {
+  const std::string path = without_slashes(folder);
+  if (exists(path) && !is_folder(path)) {
+    throw UsageError(fmt::format("{} {}: a file stands there, a folder is needed", flag, path));
+  }
+  check_writable(path + ".tmp", flag);  // beside it, where the folder is made before it gets its name
 }
 
 std::string folder_to_load(const std::string& path) {

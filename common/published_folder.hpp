@@ -40,6 +40,10 @@ class PublishedFolder {
   std::string folder_, old_, temporary_;
 };
 
+/// Throws UsageError naming `flag`, the path and the reason when no folder can be published at `folder`: a file stands
+/// there, or its parent is missing or cannot be written. Leaves nothing behind.
+void check_publishable(const std::string& folder, const std::string& flag);
+
 /// Where the checkpoint that was saved to `path` lies: `path`, or `path.old` where a kill left only that one.
 std::string folder_to_load(const std::string& path);
 

@@ -280,9 +280,7 @@ nlohmann::json Report::run_object(const MemoryPrediction& predicted,
     kinds["rest"] = rest;
     object["memory_measured_by_kind"] = std::move(kinds);
   }
-  for (const std::string& text : rank_gpus) {
-    if (cuda_) object["gpu"].push_back(json::parse(text));
-  }
+  for (const std::string& text : rank_gpus) object["gpu"].push_back(json::parse(text));
   for (const LedgerRow& row : ledger) {
     object["ledger"].push_back({{"group", row.group},
                                 {"call", row.call},

@@ -90,7 +90,7 @@ class Report {
   /// Step time (median, spread), throughput, exposed communication, hash.
   std::string summary() const;
   /// The last line of --metrics, see notes/records.md. `measured_kinds` of rank 0; `rank_memory`: a memory_row of each rank;
-  /// `rank_gpus`: serialize(GpuSummary) of each.
+  /// `rank_gpus`: serialize(GpuSummary) of each, empty on CPUs.
   nlohmann::json run_object(const MemoryPrediction& predicted,
                             const std::vector<std::pair<std::string, int64_t>>& measured_kinds,
                             const std::vector<std::string>& rank_memory, const std::vector<std::string>& rank_gpus,

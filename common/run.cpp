@@ -210,8 +210,10 @@ void Run::after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor&
   pending.began = s.step_began;
   pending.ended = Moment::record(s.device);
   if (times != nullptr) pending.times = *times;
-  pending.allocated_bytes = device_memory(s.device).allocated;
-  pending.resident_bytes = resident_bytes();
+  if (s.metrics) {  // rank 0, and only where somebody reads them
+    pending.allocated_bytes = device_memory(s.device).allocated;
+    pending.resident_bytes = resident_bytes();
+  }
   if (s.trace) s.trace->span("step", fmt::format("step {}", step), pending.began, pending.ended);
   if (s.world != nullptr) pending.ledger = s.world->ledger().rows();
   s.step_began = pending.ended;

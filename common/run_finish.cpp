@@ -17,6 +17,7 @@ namespace mgp {
 void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
                                   const std::vector<std::string>& bucket_order) {
   saved_step = step;
+  if (launch.rank != 0 && layout == nullptr) return;  // rank 0 has everything; the others go on
   TrainingState training;
   training.step = step;
   training.seed = options.seed;
@@ -36,7 +37,7 @@ void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const Lo
     try {
       if (layout != nullptr) {  // collective
         save_full_state_of_pieces(launch.rank == 0 ? *options.save : "", options.model, optimizer, training, *layout);
-      } else if (launch.rank == 0) {
+      } else {
         save_full_state(*options.save, options.model, optimizer, training);
       }
       say(launch, fmt::format("saved {} at step {}\n", *options.save, step));
@@ -125,26 +126,22 @@ RunNumbers Run::numbers() const {
 int Run::finish(const std::function<Verdict(const TrainingRecord&)>& prove) {
   State& s = *state_;
   s.gpu->stop();
-  const auto from_all = [&s](const std::string& key, const std::string& mine) {
-    return s.world != nullptr ? s.world->gather_text(key, mine) : std::vector<std::string>{mine};
-  };
   s.write_trace();
-  if (s.profiling || (!s.options.profile.empty() && !s.profiled)) {
-    s.abandon_profile();
+  if (!s.options.profile.empty() && !s.profiled) s.abandon_profile();
+  const std::vector<std::string> memory = s.from_all("memory", memory_row(s.launch, s.device));
+  std::vector<std::string> gpu_lines, gpu_objects;  // of each rank, on GPUs
+  if (s.device.is_cuda()) {
+    const GpuSummary gpu = s.gpu->summary();
+    gpu_lines = s.from_all("gpu", to_text(gpu));
+    gpu_objects = s.from_all("gpu json", serialize(gpu));
   }
-  const std::vector<std::string> memory = from_all("memory", memory_row(s.launch, s.device));
-  const GpuSummary gpu = s.gpu->summary();
-  const std::vector<std::string> gpu_lines = from_all("gpu", to_text(gpu));
-  const std::vector<std::string> gpu_objects = from_all("gpu json", serialize(gpu));
   std::vector<LedgerRow> ledger;
   if (s.world != nullptr) ledger = s.world->ledger().rows();
   say(s.launch, s.report.memory_report(s.memory, s.measured_memory, memory));
   bool ledger_equal = true;
   if (s.world != nullptr) say(s.launch, s.report.ledger_report(s.calls, ledger, ledger_equal));
-  if (s.device.is_cuda()) {
-    for (size_t rank = 0; rank < gpu_lines.size(); ++rank) {
-      say(s.launch, fmt::format("rank {}: {}\n", rank, gpu_lines[rank]));
-    }
+  for (size_t rank = 0; rank < gpu_lines.size(); ++rank) {
+    say(s.launch, fmt::format("rank {}: {}\n", rank, gpu_lines[rank]));
   }
   say(s.launch, s.report.summary());
   if (s.metrics)
@@ -165,7 +162,7 @@ int Run::finish(const std::function<Verdict(const TrainingRecord&)>& prove) {
       if (!s.drifted.empty()) say(s.launch, fmt::format("NOT EQUAL: {}\n", s.drifted));
       outcome = verdict.passed() && ledger_equal && s.drifted.empty() ? "equal" : "different";
     }
-    if (s.world != nullptr) outcome = s.world->gather_text("verdict", outcome).front();
+    outcome = s.from_all("verdict", outcome).front();
     if (outcome != "equal") code = kExitVerify;
   }
   return code;

@@ -65,6 +65,10 @@ struct Run::State {
   NamedTensors whole(const NamedTensors& tensors) const {
     return layout != nullptr ? layout->gather(tensors) : copies_on_cpu(tensors);
   }
+  /// Text of every rank in rank order; collective, and of one where there is no world.
+  std::vector<std::string> from_all(const std::string& key, const std::string& mine) const {
+    return world != nullptr ? world->gather_text(key, mine) : std::vector<std::string>{mine};
+  }
   /// Says it on stderr at once, and keeps it for the run object.
   void warn(const std::string& line);
   void inject(int64_t step) const;

@@ -68,10 +68,8 @@ void Run::State::trace_memory(const Moment& at) {
 void Run::State::write_trace() {
   if (!trace) return;
   trace_memory(Moment::record(device));  // what was allocated after the last phase
-  const bool many = world != nullptr && launch.world_size > 1;
-  const std::vector<int64_t> offsets = many ? clock_offsets(*world) : std::vector<int64_t>{0};
-  const std::string mine = trace->serialize();
-  const std::vector<std::string> ranks = many ? world->gather_text("trace", mine) : std::vector<std::string>{mine};
+  const std::vector<int64_t> offsets = world != nullptr ? clock_offsets(*world) : std::vector<int64_t>{0};
+  const std::vector<std::string> ranks = from_all("trace", trace->serialize());
   if (launch.rank != 0) return;
   std::vector<std::string> names;
   for (const DeviceFacts& facts : devices) {
@@ -169,13 +167,11 @@ void Run::State::halt(const std::string& after) {
   const std::string mine = fmt::format("{} {} {} {} {} {}", now.allocated, now.reserved, used_device_bytes(device),
                                        sample ? sample->device_bytes.value_or(-1) : -1,
                                        sample ? sample->process_bytes.value_or(-1) : -1, resident_bytes());
-  const std::vector<std::string> rows =
-      world != nullptr ? world->gather_text("halt", mine) : std::vector<std::string>{mine};
-  say(launch, standstill_report(after, rows));
+  say(launch, standstill_report(after, from_all("halt", mine)));
   std::optional<Watchdog::Pause> pause;  // no deadline runs while a person looks
   if (world != nullptr) pause.emplace(world->watchdog());
   if (launch.rank == 0) wait_at_halt();
-  if (world != nullptr) world->gather_text("go on", "");
+  from_all("go on", "");
 }
 
 void Run::State::wait_at_halt() {

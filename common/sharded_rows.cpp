@@ -12,8 +12,6 @@ namespace {
 
 using Range = ShardLayout::Range;
 
-int64_t elements_of_row(const ParameterShape& parameter) { return parameter.numel() / parameter.shape.at(0); }
-
 /// The first row that begins at or after `element`.
 int64_t row_from(int64_t element, int64_t row) { return (element + row - 1) / row; }
 
@@ -34,7 +32,7 @@ class Fragments {
     int64_t element = 0;
     for (const at::ScalarType type : types) element += static_cast<int64_t>(at::elementSize(type));
     for (size_t p = 0; p < ranges.size(); ++p) {
-      const int64_t row = elements_of_row(layout.parameters()[p]);
+      const int64_t row = layout.parameters()[p].row_numel();
       for (size_t rank = 0; rank < bytes.size(); ++rank) {
         places_[p][rank] = bytes[rank];
         bytes[rank] += fragment_length(ranges[p][rank], row) * element;
@@ -81,15 +79,9 @@ std::vector<RowBlock> rows_to_save(const ShardLayout& layout, const ShardKinds& 
   const std::vector<std::vector<Range>> ranges = ranges_to_save(layout);
   const Fragments fragments(layout, ranges, types, world.size());
 
-  std::vector<int64_t> index_of(ranges.size(), -1);
-  for (size_t i = 0; i < layout.mine().size(); ++i) {
-    const auto same_name = [&](const ParameterShape& shape) { return shape.name == layout.mine()[i].of.name; };
-    const auto found = std::find_if(layout.parameters().begin(), layout.parameters().end(), same_name);
-    index_of[static_cast<size_t>(found - layout.parameters().begin())] = static_cast<int64_t>(i);
-  }
   // `count` elements of this rank, from element `first` of the whole parameter on.
   const auto own = [&](size_t kind, size_t p, int64_t first, int64_t count) {
-    const auto i = static_cast<size_t>(index_of[p]);
+    const auto i = static_cast<size_t>(layout.index_in_mine(p));
     return (*local[kind])[i].second.detach().flatten().narrow(0, first - layout.mine()[i].first, count);
   };
 
@@ -99,7 +91,7 @@ std::vector<RowBlock> rows_to_save(const ShardLayout& layout, const ShardKinds& 
     const at::Tensor mine = at::zeros({fragments.longest()}, at::TensorOptions(at::kByte).device(world.device()));
     for (size_t p = 0; p < ranges.size(); ++p) {
       const Range& range = ranges[p][me];
-      const int64_t count = fragment_length(range, elements_of_row(layout.parameters()[p]));
+      const int64_t count = fragment_length(range, layout.parameters()[p].row_numel());
       int64_t place = fragments.place(p, me);
       for (size_t kind = 0; count > 0 && kind < kShardKinds; ++kind) {
         const at::Tensor bytes = as_bytes(own(kind, p, range.first, count));
@@ -115,7 +107,7 @@ std::vector<RowBlock> rows_to_save(const ShardLayout& layout, const ShardKinds& 
   std::vector<RowBlock> blocks;
   for (size_t p = 0; p < ranges.size(); ++p) {
     const ParameterShape& parameter = layout.parameters()[p];
-    const int64_t row = elements_of_row(parameter);
+    const int64_t row = parameter.row_numel();
     const Range& range = ranges[p][me];
     const int64_t end = range.first + range.count;
     const int64_t first_row = row_from(range.first, row), rows = row_from(end, row) - first_row;

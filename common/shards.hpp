@@ -49,6 +49,8 @@ class ShardLayout {
   };
   /// What each rank holds of parameters()[parameter], by rank. Not collective.
   const std::vector<Range>& ranges(size_t parameter) const { return ranges_.at(parameter); }
+  /// Which of mine() is of parameters()[parameter], -1 if none.
+  int64_t index_in_mine(size_t parameter) const { return index_of_.at(parameter); }
 
  private:
   std::vector<ParameterShape> parameters_;

@@ -24,22 +24,24 @@ int64_t FlatUnit::padded_numel(const std::vector<ParameterShape>& shapes, int64_
 
 FlatUnit::FlatUnit(UnitParameters parameters, Communicator& world, ShardStrategy strategy, at::ScalarType master,
                    at::ScalarType compute, uint64_t seed)
-    : whole_(std::move(parameters)), world_(world), sharded_(strategy != ShardStrategy::none) {
+    : Unit(std::move(parameters)),
+      world_(world),
+      sharded_(strategy != ShardStrategy::none),
+      ranks_(sharded_ ? world.size() : 1),
+      rank_(sharded_ ? world.rank() : 0) {
   const at::NoGradGuard no_grad;
   int64_t numel = 0;
   for (const ParameterShape& shape : whole_.shapes) {
     first_.push_back(numel);
     numel += shape.numel();
   }
-  const int64_t ranks = sharded_ ? world_.size() : 1;
-  const int64_t rank = sharded_ ? world_.rank() : 0;
-  length_ = shard_numel(numel, ranks);
+  length_ = shard_numel(numel, ranks_);
   const auto on_device = at::TensorOptions().device(world_.device());
   shard_ = at::zeros({length_}, on_device.dtype(master));     // [S]
   gradient_ = at::zeros({length_}, on_device.dtype(master));  // [S]
 
   // This rank's pieces: where its range [begin, begin + S) meets the ranges of the parameters.
-  const int64_t begin = rank * length_;
+  const int64_t begin = rank_ * length_;
   for (size_t p = 0; p < whole_.shapes.size(); ++p) {
     const int64_t from = std::max(begin, first_[p]);
     const int64_t to = std::min(begin + length_, first_[p] + whole_.shapes[p].numel());
@@ -50,7 +52,7 @@ FlatUnit::FlatUnit(UnitParameters parameters, Communicator& world, ShardStrategy
     shards_.back().second.copy_(initial_value(whole_.shapes[p], seed, pieces_.back().first, pieces_.back().count));
   }
 
-  flat_ = at::empty({ranks * length_}, on_device.dtype(compute));  // [n * S]
+  flat_ = at::empty({ranks_ * length_}, on_device.dtype(compute));  // [n * S]
   for (size_t p = 0; p < whole_.shapes.size(); ++p) {
     whole_.tensors[p].set_data(flat_.narrow(0, first_[p], whole_.shapes[p].numel()).view(whole_.shapes[p].shape));
   }
@@ -78,7 +80,7 @@ void FlatUnit::free() { resize_memory(flat_, 0); }
 void FlatUnit::start_reduce() {
   const at::NoGradGuard no_grad;
   // The padding is sent too, as zeros: it must not carry NaNs of old memory.
-  at::Tensor send = at::empty({sharded_ ? world_.size() * length_ : length_}, gradient_.options());  // [n * S]
+  at::Tensor send = at::empty({ranks_ * length_}, gradient_.options());  // [n * S]
   std::vector<at::Tensor> views, fresh;
   for (size_t p = 0; p < whole_.tensors.size(); ++p) {
     at::Tensor view = send.narrow(0, first_[p], whole_.shapes[p].numel()).view(whole_.shapes[p].shape);
@@ -105,12 +107,10 @@ void FlatUnit::start_reduce() {
 void FlatUnit::finish_reduce() {
   reduce_.wait();
   reduce_ = Work();
-  for (size_t i = 0; i < shards_.size(); ++i) shards_[i].second.mutable_grad() = gradients_[i];
+  hand_out_gradients();
 }
 
-int64_t FlatUnit::gathered_bytes() const {
-  return (sharded_ ? world_.size() : 1) * length_ * static_cast<int64_t>(flat_.element_size());
-}
+int64_t FlatUnit::gathered_bytes() const { return ranks_ * length_ * static_cast<int64_t>(flat_.element_size()); }
 
 std::string FlatUnit::layout() const {
   std::string text = fmt::format("{}: flat [{}], {} elements a rank\n", whole_.name, flat_.numel(), length_);

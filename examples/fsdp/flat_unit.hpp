@@ -19,15 +19,11 @@ class FlatUnit : public Unit {
   FlatUnit(UnitParameters parameters, Communicator& world, ShardStrategy strategy, at::ScalarType master,
            at::ScalarType compute, uint64_t seed);
 
-  const std::string& name() const override { return whole_.name; }
-  const std::vector<at::Tensor>& parameters() const override { return whole_.tensors; }
   void start_gather() override;
   void finish_gather() override;
   void free() override;
   void start_reduce() override;
   void finish_reduce() override;
-  const std::vector<Piece>& pieces() const override { return pieces_; }
-  const NamedTensors& shards() const override { return shards_; }
   std::string layout() const override;
   int64_t gathered_bytes() const override;
 
@@ -38,17 +34,14 @@ class FlatUnit : public Unit {
   static int64_t padded_numel(const std::vector<ParameterShape>& shapes, int64_t ranks);
 
  private:
-  UnitParameters whole_;
   Communicator& world_;
   const bool sharded_;          // false for ShardStrategy::none: this rank holds everything
+  const int64_t ranks_, rank_;  // among which the flat tensor is cut, and which of them this one is
   int64_t length_ = 0;          // S: elements of this rank's range
   std::vector<int64_t> first_;  // of each parameter in the flat tensor
   at::Tensor flat_;             // [n * S], dtype of the computation; its memory comes and goes
   at::Tensor shard_;            // [S], fp32 or fp64: this rank's range
   at::Tensor gradient_;         // [S]: its gradient
-  std::vector<Piece> pieces_;
-  NamedTensors shards_;                // views of shard_, one of each piece, padding left out
-  std::vector<at::Tensor> gradients_;  // views of gradient_, likewise
   Work gather_, reduce_;
 };
 

@@ -31,7 +31,7 @@ void add_save_options(CLI::App& app, ShardOptions& options) {
   app.add_option_function<std::string>(
          "--save-sharded",
          [&options](const std::string& folder) {
-           options.save_sharded = folder.empty() ? options.trainer.pattern + "_tiny_transformer_sharded_dcp" : folder;
+           options.save_sharded = folder.empty() ? options.trainer.sharded_folder() : folder;
          },
          "write a sharded checkpoint, a file from each rank, at the end [DIR]")
       ->expected(0, 1)
@@ -48,19 +48,13 @@ void check_shard_options(ShardOptions& options) {
   if (options.max_inflight < 1) {
     throw UsageError(fmt::format("--max-inflight is {}: must be at least 1", options.max_inflight));
   }
-  if (options.cuda_graph_flag == "on") {
-    throw UsageError(
-        "--cuda-graph on: units are gathered into memory that comes and goes, a graph wants it in place; "
-        "leave it out");
-  }
-  options.cuda_graph_flag = "off";  // --fast means low weights alone here
   if (options.no_save && (options.save || options.save_sharded)) {
     throw UsageError(fmt::format("--no-save and {} contradict each other: give one of them",
                                  options.save ? "--save " + *options.save : "--save-sharded " + *options.save_sharded));
   }
   if (!options.save && !options.save_sharded && !options.no_save && !options.verify && options.steps > 0) {
-    options.save = options.trainer.pattern + "_tiny_transformer_full_state.pt";
-    if (options.trainer.pattern == "fsdp2") options.save_sharded = "fsdp2_tiny_transformer_sharded_dcp";
+    options.save = options.trainer.full_state_file();
+    if (options.trainer.pattern == "fsdp2") options.save_sharded = options.trainer.sharded_folder();
   }
   if (options.weights.empty() && uses_autocast(options.precision)) options.weights = "low";
 }
@@ -99,15 +93,13 @@ MemoryPattern shard_memory(const ShardOptions& options, const std::vector<int64_
   return pattern;
 }
 
-ShardedParameters shards_of(const UnitRunner& runner, const ModelConfig& config) {
-  std::unordered_map<std::string, size_t> dims;
-  for (const ParameterShape& shape : parameter_shapes(config)) dims[shape.name] = shape.shape.size();
+ShardedParameters shards_of(const UnitRunner& runner) {
   ShardedParameters all;
   for (const auto& unit : runner.units()) {
     for (size_t i = 0; i < unit->pieces().size(); ++i) {
       all.pieces.push_back(unit->pieces()[i]);
       all.tensors.push_back(unit->shards()[i]);
-      all.dims.push_back(static_cast<int64_t>(dims.at(unit->pieces()[i].of.name)));
+      all.dims.push_back(static_cast<int64_t>(unit->pieces()[i].of.shape.size()));
     }
   }
   return all;

@@ -10,6 +10,10 @@
 
 namespace mgp {
 
+/// TrainerInfo::no_cuda_graph of both.
+inline constexpr const char* kNoGraphOfUnits =
+    "units are gathered into memory that comes and goes, a graph wants it in place";
+
 struct ShardOptions : Options {
   std::string shard_strategy = "full";
   int64_t max_inflight = 2;
@@ -42,6 +46,6 @@ struct ShardedParameters {
   NamedTensors tensors;
   std::vector<int64_t> dims;  ///< of the whole parameters
 };
-ShardedParameters shards_of(const UnitRunner& runner, const ModelConfig& config);
+ShardedParameters shards_of(const UnitRunner& runner);
 
 }  // namespace mgp

@@ -43,7 +43,6 @@
 #include "common/precision.hpp"     // Autocast
 #include "common/run.hpp"           // banner, progress line, ledgers, checkpoints, verdict
 #include "common/shards.hpp"        // pieces of parameters, and whole ones from them
-#include "common/step_graph.hpp"    // LearningRate, StepBatches
 #include "examples/fsdp/flat_unit.hpp"
 #include "examples/fsdp/shard_options.hpp"
 #include "examples/fsdp/unit_runner.hpp"
@@ -57,7 +56,8 @@ const TrainerInfo kTrainer{
     "train_fsdp: parameters, gradients and optimizer state sharded, one flat tensor a unit (FSDP1)",
     /*many_ranks=*/true,
     /*compares_precisions=*/false,
-    /*phases=*/{"data", "gather", "free", "forward", "backward", "exchange", "optimizer"}};
+    /*phases=*/{"data", "gather", "free", "forward", "backward", "exchange", "optimizer"},
+    /*no_cuda_graph=*/kNoGraphOfUnits};
 
 int train_fsdp(int argc, char** argv) {
   // 1 ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -106,7 +106,7 @@ int train_fsdp(int argc, char** argv) {
     UnitRunner runner(std::move(units), strategy, options.max_inflight, world);  // hooks in
     runner.watch(
         [&run](const char* what, const std::string& unit) { run.unit_event(what, unit); });  // --pace gather,free
-    ShardedParameters pieces = shards_of(runner, options.model);
+    ShardedParameters pieces = shards_of(runner);
     run.measure_memory("parameters");
 
     // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,10 +118,8 @@ int train_fsdp(int argc, char** argv) {
     run.load(optimizer, scaler);  // --load: a file of any trainer; each rank takes its own pieces
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
-    LearningRate lr(0.0);
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
       run.before_step(step);
-      lr.set(run.learning_rate(step));
       optimizer.zero_grad();
       runner.begin_step();
       at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(master).device(device));
@@ -156,7 +154,7 @@ int train_fsdp(int argc, char** argv) {
       const at::Tensor norm =
           strategy == ShardStrategy::none ? gradient_norm(gradients) : sharded_gradient_norm(gradients, world);
       clip_gradients(gradients, norm, options.clip_norm);
-      optimizer.step(lr, scaler.found_inf());
+      optimizer.step(run.learning_rate(step), scaler.found_inf());
       scaler.update();
 
       run.after_step(step, loss_sum, norm, scaler, &runner.times());

@@ -6,6 +6,10 @@
 
 namespace mgp {
 
+void Unit::hand_out_gradients() {
+  for (size_t i = 0; i < shards_.size(); ++i) shards_[i].second.mutable_grad() = gradients_[i];
+}
+
 void resize_memory(const at::Tensor& tensor, int64_t bytes) {
   c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
   if (static_cast<int64_t>(storage->nbytes()) == bytes) return;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/communicator.hpp"
@@ -31,9 +32,12 @@ class Unit {
  public:
   virtual ~Unit() = default;
 
-  virtual const std::string& name() const = 0;
+  const std::string& name() const { return whole_.name; }
   /// The module's tensors. Between free() and finish_gather() they have no memory behind them.
-  virtual const std::vector<at::Tensor>& parameters() const = 0;
+  const std::vector<at::Tensor>& parameters() const { return whole_.tensors; }
+  /// What this rank holds for good, and what the optimizer steps: fp32 (or fp64) pieces of the parameters.
+  const std::vector<Piece>& pieces() const { return pieces_; }
+  const NamedTensors& shards() const { return shards_; }  ///< one of each piece
 
   /// Starts the all-gather of the whole parameters, in the dtype of the computation. Their memory is allocated first.
   virtual void start_gather() = 0;
@@ -49,15 +53,21 @@ class Unit {
   /// The current stream waits for it; `.grad` of the pieces is there.
   virtual void finish_reduce() = 0;
 
-  /// What this rank holds for good, and what the optimizer steps: fp32 (or fp64) pieces of the parameters.
-  virtual const std::vector<Piece>& pieces() const = 0;
-  virtual const NamedTensors& shards() const = 0;  ///< one of each piece
-
   /// One line for each parameter: where its elements lie. For --debug info.
   virtual std::string layout() const = 0;
 
   /// Bytes of the whole parameters while they are gathered, padding included.
   virtual int64_t gathered_bytes() const = 0;
+
+ protected:
+  explicit Unit(UnitParameters parameters) : whole_(std::move(parameters)) {}
+  /// `.grad` of each shard becomes its view of the reduced gradient.
+  void hand_out_gradients();
+
+  UnitParameters whole_;
+  std::vector<Piece> pieces_;
+  NamedTensors shards_;
+  std::vector<at::Tensor> gradients_;  // views of the reduced gradient, one of each piece, padding left out
 };
 
 /// Resizes the memory behind `tensor` to `bytes` (0 frees it) and leaves every tensor that shares it in place: autograd's

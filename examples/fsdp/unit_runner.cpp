@@ -76,7 +76,7 @@ void UnitRunner::start_gather(size_t index) {
   State& state = states_[index];
   if (state.begun) return;
   state.begun = true;
-  events_.push_back({"gather", index, in_backward_});
+  events_.push_back({"gather", index});
   units_[index]->start_gather();
 }
 
@@ -91,7 +91,7 @@ void UnitRunner::use(size_t index) {
     state.gathered = true;
     if (watch_) watch_("gather", units_[index]->name());
   }
-  events_.push_back({"use", index, in_backward_});
+  events_.push_back({"use", index});
 }
 
 /// Begins gathers ahead of the computation. This must come before the unit's kernels are queued: the communication stream
@@ -110,7 +110,7 @@ void UnitRunner::free(size_t index) {
   State& state = states_[index];
   if (!state.begun) return;
   state.begun = state.gathered = false;
-  events_.push_back({"free", index, in_backward_});
+  events_.push_back({"free", index});
   units_[index]->free();
   if (watch_) watch_("free", units_[index]->name());
 }
@@ -119,7 +119,7 @@ void UnitRunner::free(size_t index) {
 
 void UnitRunner::begin_step() {
   events_.clear();
-  times_.gather_waits.clear();
+  times_ = StepTimes{};
   times_.reduction = strategy_ == ShardStrategy::none ? "all-reduce" : "reduce-scatter";
   for (State& state : states_) state.begun = state.gathered = state.reduced = false;
 }
@@ -169,10 +169,8 @@ void UnitRunner::gradient_ready(size_t unit, size_t parameter) {
 void UnitRunner::reduce(size_t index) {
   if (states_[index].reduced) return;
   states_[index].reduced = true;
-  if (std::none_of(events_.begin(), events_.end(), [](const UnitEvent& e) { return e.what == "reduce"; })) {
-    times_.first_call_began = Moment::record(world_.device());
-  }
-  events_.push_back({"reduce", index, true});
+  if (!times_.first_call_began.valid()) times_.first_call_began = Moment::record(world_.device());
+  events_.push_back({"reduce", index});
   units_[index]->start_reduce();
 }
 

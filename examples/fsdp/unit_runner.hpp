@@ -20,11 +20,10 @@
 
 namespace mgp {
 
-/// When a unit was gathered and freed, for the reader (--debug info) and the tests.
+/// What happened to a unit, for the reader (--debug info) and the tests.
 struct UnitEvent {
   std::string what;  ///< "gather", "use", "free", "reduce"
   size_t unit = 0;
-  bool backward = false;
 };
 
 class UnitRunner {
@@ -54,9 +53,7 @@ class UnitRunner {
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const StepTimes& times() const { return times_; }
-  /// What happened since begin_step().
-  const std::vector<UnitEvent>& events() const { return events_; }
-  /// The same in one line, for --debug info: "gather embedding, gather layer 0, use embedding, free embedding, ...".
+  /// What happened since begin_step() in one line, for --debug info: "gather embedding, gather layer 0, use embedding, free embedding, ...".
   std::string event_text() const;
 
  private:

@@ -12,11 +12,8 @@ namespace mgp {
 
 namespace {
 
-/// Elements of one row of dimension 0.
-int64_t row_numel(const ParameterShape& shape) { return shape.numel() / shape.shape.front(); }
-
 int64_t block_numel(const ParameterShape& shape, int64_t ranks) {
-  return row_range(shape.shape.front(), 0, ranks).count * row_numel(shape);  // rank 0's block is as long as any
+  return row_range(shape.shape.front(), 0, ranks).count * shape.row_numel();  // rank 0's block is as long as any
 }
 
 }  // namespace
@@ -35,7 +32,7 @@ int64_t Dim0Unit::padded_numel(const std::vector<ParameterShape>& shapes, int64_
 
 Dim0Unit::Dim0Unit(UnitParameters parameters, Communicator& group, Communicator* replicas, at::ScalarType master,
                    at::ScalarType compute, uint64_t seed)
-    : whole_(std::move(parameters)),
+    : Unit(std::move(parameters)),
       group_(group),
       replicas_(replicas),
       ranks_(group.size()),
@@ -53,7 +50,7 @@ Dim0Unit::Dim0Unit(UnitParameters parameters, Communicator& group, Communicator*
     if (cut.rows.count > 0) {
       std::vector<int64_t> local = shape.shape;
       local.front() = cut.rows.count;
-      const int64_t row = row_numel(shape);
+      const int64_t row = shape.row_numel();
       cut.shard = at::empty(local, on_device.dtype(master));  // [rows, ...]
       cut.shard.copy_(initial_value(shape, seed, cut.rows.first * row, cut.rows.count * row).view(local));
       pieces_.push_back({shape, cut.rows.first * row, cut.rows.count * row});
@@ -140,7 +137,7 @@ void Dim0Unit::finish_reduce() {
   reduce_ = Work();
   // HSDP: the sum over the ranks of my group meets those of the other groups. 1/n of the bytes of a plain all-reduce.
   if (replicas_ != nullptr) replicas_->all_reduce(gradient_, ReduceOp::sum, {whole_.name}).wait();
-  for (size_t i = 0; i < shards_.size(); ++i) shards_[i].second.mutable_grad() = gradients_[i];
+  hand_out_gradients();
 }
 
 int64_t Dim0Unit::gathered_bytes() const { return ranks_ * length_ * static_cast<int64_t>(c10::elementSize(compute_)); }

@@ -24,15 +24,11 @@ class Dim0Unit : public Unit {
   Dim0Unit(UnitParameters parameters, Communicator& group, Communicator* replicas, at::ScalarType master,
            at::ScalarType compute, uint64_t seed);
 
-  const std::string& name() const override { return whole_.name; }
-  const std::vector<at::Tensor>& parameters() const override { return whole_.tensors; }
   void start_gather() override;
   void finish_gather() override;
   void free() override;
   void start_reduce() override;
   void finish_reduce() override;
-  const std::vector<Piece>& pieces() const override { return pieces_; }
-  const NamedTensors& shards() const override { return shards_; }
   std::string layout() const override;
   int64_t gathered_bytes() const override;
 
@@ -49,7 +45,6 @@ class Dim0Unit : public Unit {
     at::Tensor shard;    // [rows, ...], fp32 or fp64; undefined without rows
   };
 
-  UnitParameters whole_;
   Communicator& group_;
   Communicator* replicas_;
   const int64_t ranks_, rank_;
@@ -58,9 +53,6 @@ class Dim0Unit : public Unit {
   int64_t length_ = 0;   // S: elements of one rank's part of the buffers, all blocks
   at::Tensor received_;  // [n, S]: from start_gather() to finish_gather()
   at::Tensor gradient_;  // [S], fp32 or fp64
-  std::vector<Piece> pieces_;
-  NamedTensors shards_;
-  std::vector<at::Tensor> gradients_;  // views of gradient_, one of each piece
   Work gather_, reduce_;
 };
 

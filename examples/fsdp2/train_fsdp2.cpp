@@ -44,7 +44,6 @@
 #include "common/precision.hpp"     // Autocast
 #include "common/run.hpp"           // banner, progress line, ledgers, checkpoints, verdict
 #include "common/shards.hpp"        // pieces of parameters, and whole ones from them
-#include "common/step_graph.hpp"    // LearningRate, StepBatches
 #include "examples/fsdp/shard_options.hpp"
 #include "examples/fsdp/unit_runner.hpp"
 #include "examples/fsdp2/dim0_unit.hpp"
@@ -58,7 +57,8 @@ const TrainerInfo kTrainer{
     "train_fsdp2: parameters, gradients and optimizer state sharded, each parameter by rows (FSDP2)",
     /*many_ranks=*/true,
     /*compares_precisions=*/false,
-    /*phases=*/{"data", "gather", "free", "forward", "backward", "exchange", "optimizer"}};
+    /*phases=*/{"data", "gather", "free", "forward", "backward", "exchange", "optimizer"},
+    /*no_cuda_graph=*/kNoGraphOfUnits};
 
 struct Fsdp2Options : ShardOptions {
   std::string reshard_after_forward = "on";
@@ -131,7 +131,7 @@ int train_fsdp2(int argc, char** argv) {
     UnitRunner runner(std::move(units), options.strategy(), options.max_inflight, shard_group);  // hooks in
     runner.watch(
         [&run](const char* what, const std::string& unit) { run.unit_event(what, unit); });  // --pace gather,free
-    ShardedParameters pieces = shards_of(runner, options.model);
+    ShardedParameters pieces = shards_of(runner);
     run.measure_memory("parameters");
 
     // 5 ── optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,10 +143,8 @@ int train_fsdp2(int argc, char** argv) {
     run.load(optimizer, scaler);  // --load: a file of any trainer; each rank takes its own pieces
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
-    LearningRate lr(0.0);
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
       run.before_step(step);
-      lr.set(run.learning_rate(step));
       optimizer.zero_grad();
       runner.begin_step();
       at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(master).device(device));
@@ -180,7 +178,7 @@ int train_fsdp2(int argc, char** argv) {
       // [], over the pieces of one shard group: the replicas hold the same, and would be counted R times (trial B20).
       const at::Tensor norm = sharded_gradient_norm(gradients, shard_group);
       clip_gradients(gradients, norm, options.clip_norm);
-      optimizer.step(lr, scaler.found_inf());
+      optimizer.step(run.learning_rate(step), scaler.found_inf());
       scaler.update();
 
       run.after_step(step, loss_sum, norm, scaler, &runner.times());
