@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "common/options.hpp"
+#include "common/predict_parts.hpp"
 
 namespace mgp {
 
@@ -30,18 +32,10 @@ struct MemoryPattern {
   int64_t whole_elements = 0;  ///< parameters that are gathered at the peak, in the dtype of the computation
   int64_t whole_gradient_elements =
       0;  ///< gradients that are whole at the peak, and their buffer for the reduce-scatter
+
+  /// Trainers that cut the model: their own formula (predict_<pattern>.cpp) in the place of the one for whole layers.
+  std::function<MemoryPrediction(const Options&)> formula = {};
 };
-
-/// Activations that forward keeps for backward, for `rows` rows, in bytes. Counted tensor by tensor in predict.cpp
-/// (compare Korthikanti et al., arXiv 2205.05198, section 4). With ModelConfig::checkpoint_activations a layer keeps
-/// its input alone (Chen et al., arXiv 1604.06174).
-int64_t activation_bytes(const ModelConfig& config, Precision precision, bool math_attention, int64_t rows,
-                         bool low_weights = false);
-
-/// What backward makes again for one layer with ModelConfig::checkpoint_activations, in bytes: everything that the
-/// layer would have kept, but its input. One layer's stands at a time. 0 without checkpointing.
-int64_t recomputation_bytes(const ModelConfig& config, Precision precision, bool math_attention, int64_t rows,
-                            bool low_weights = false);
 
 MemoryPrediction predict_memory(const Options& options, const MemoryPattern& pattern);
 
