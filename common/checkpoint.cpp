@@ -210,6 +210,37 @@ void save_full_state(const std::string& path, const ModelConfig& config, const A
                                    optimizer.steps(), training}));
 }
 
+FullState host_copy_of(const ModelConfig& config, const AdamW& optimizer, const TrainingState& training) {
+  const auto copies = [](const NamedTensors& tensors) {
+    NamedTensors result;
+    for (const auto& [name, tensor] : tensors) result.emplace_back(name, host_copy(tensor));
+    return result;
+  };
+  return {config,
+          copies(optimizer.masters()),
+          copies(optimizer.exp_avg()),
+          copies(optimizer.exp_avg_sq()),
+          copies(optimizer.steps()),
+          training};
+}
+
+FullState host_copy_of_pieces(const ModelConfig& config, const AdamW& optimizer, const TrainingState& training,
+                              ShardLayout& layout) {
+  FullState state{config,
+                  layout.gather(optimizer.masters()),
+                  layout.gather(optimizer.exp_avg()),
+                  layout.gather(optimizer.exp_avg_sq()),
+                  {},
+                  training};
+  // Every piece has taken the same steps.
+  for (const auto& [name, tensor] : state.model) {
+    state.steps.emplace_back(name, copy_on_cpu(optimizer.steps().front().second));
+  }
+  return state;
+}
+
+void write_full_state(const std::string& path, const FullState& state) { write_pt(path, full_state_value(state)); }
+
 FullState full_state_from(const PtValue& value) { return to_full_state(value); }
 
 FullState load_full_state(const std::string& path) {

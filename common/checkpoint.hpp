@@ -52,6 +52,14 @@ void save_full_state(const std::string& path, const ModelConfig& config, const A
 void save_full_state_of_pieces(const std::string& path, const ModelConfig& config, const AdamW& optimizer,
                                const TrainingState& training, ShardLayout& layout);
 
+/// What the two above write, as copies in host memory, for a thread that writes them with write_full_state(). Complete
+/// once the device has passed this point of the current stream. Rank 0 alone calls the first; the second is collective,
+/// and empty on ranks other than 0.
+FullState host_copy_of(const ModelConfig& config, const AdamW& optimizer, const TrainingState& training);
+FullState host_copy_of_pieces(const ModelConfig& config, const AdamW& optimizer, const TrainingState& training,
+                              ShardLayout& layout);
+void write_full_state(const std::string& path, const FullState& state);
+
 /// What save_full_state writes, for trainers that hold only shards: with meta tensors in `state` as placeholders,
 /// write_pt asks for the values unit by unit (pt_file.hpp).
 PtValue full_state_value(const FullState& state);

@@ -66,6 +66,8 @@ class AdamW {
   NamedTensors exp_avg() const;
   NamedTensors exp_avg_sq() const;
   NamedTensors steps() const;
+  /// The count of the first, which is that of all; undefined without parameters.
+  at::Tensor step_count() const { return steps().empty() ? at::Tensor() : steps().front().second; }
 
  private:
   AdamW(const NamedTensors& parameters, const NamedTensors& masters, const std::vector<int64_t>& dims,

@@ -89,6 +89,8 @@ void declare(CLI::App& app, Options& o, RawOptions& raw, bool all) {
       ->group(more);
   app.add_option("--clip-norm", o.clip_norm, "limit of the global gradient norm, 0 for none (1)")->group(more);
   app.add_option("--dropout", o.dropout, "dropout probability (0)")->group(more);
+  app.add_flag("--async-save", o.async_save, "copy to host memory, and let a thread write it while training goes on")
+      ->group(more);
   app.add_option("--save-every", o.save_every, "also save every N steps (0: only at the end)")->group(more);
   app.add_flag("--resume", o.resume, "load the --save file if it is there")->group(more);
   app.add_option("--dump-batches", o.dump_batches, "write the global batches that were trained on [FILE.safetensors]")

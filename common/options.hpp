@@ -102,6 +102,7 @@ struct Options {
   std::optional<std::string> save;          ///< file, or the trainer's artifact name
   std::optional<std::string> save_sharded;  ///< folder, in trainers that shard
   int64_t save_every = 0;
+  bool async_save = false;  ///< a thread writes copies in host memory while training goes on
   std::string load;
   bool resume = false;
   std::string dump_batches, dump_gradients, metrics, trace, profile;

@@ -122,6 +122,9 @@ void settle(Options& options, const Launch& launch) {
                                    {"--dump-gradients", options.dump_gradients}}) {
     if (!path.empty() && launch.rank == 0) check_writable(path, flag);
   }
+  if (options.async_save && !options.save && !options.save_sharded) {
+    throw UsageError("--async-save has nothing to save: add --save [FILE.pt]");
+  }
   if (options.save_sharded && launch.rank == 0) check_publishable(*options.save_sharded, "--save-sharded");
   if (options.resume) {
     // The folder first: a run that writes both writes it last.
@@ -169,7 +172,8 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
                             o.warmup_steps, o.log_every)},
   };
   if (!o.load.empty()) rows.emplace_back("load", o.load);
-  const std::string how_often = o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : "";
+  const std::string how_often = (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : "") +
+                                (o.async_save ? ", written while training goes on" : "");
   if (o.save) rows.emplace_back("save", *o.save + how_often);
   if (o.save_sharded) rows.emplace_back("save sharded", *o.save_sharded + how_often);
   if (!o.metrics.empty()) rows.emplace_back("metrics", o.metrics);

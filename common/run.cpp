@@ -1,4 +1,4 @@
-// The run's banner, position and loop; run_finish.cpp holds its checkpoints and its end.
+// The run's banner, position and loop; run_save.cpp holds its checkpoints, run_finish.cpp its end.
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <unistd.h>
@@ -230,15 +230,15 @@ void Run::after_step(int64_t step, const at::Tensor& loss_sum, const at::Tensor&
 
 /// Reads the numbers of the steps since the last line: the only place in the loop where the host waits for the device.
 void Run::State::flush(int64_t step) {
-  // One tensor for all steps of the interval and two flags: one all-reduce, one copy to the host.
+  // One tensor for all steps of the interval and three flags: one all-reduce, one copy to the host.
   std::vector<at::Tensor> numbers;
   for (const PendingStep& p : pending) numbers.push_back(p.loss.to(at::kDouble).reshape({1}));
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
   const bool time_left = launch.rank == 0 && elapsed.count() < options.min_seconds;  // rank 0's clock decides for all
-  for (const bool flag : {stop_asked(), time_left}) {
+  for (const bool flag : {stop_asked(), time_left, saving && saving->busy()}) {
     numbers.push_back(at::full({1}, flag ? 1.0 : 0.0, at::TensorOptions().dtype(at::kDouble).device(device)));
   }
-  at::Tensor losses = at::cat(numbers);  // [steps + 2]
+  at::Tensor losses = at::cat(numbers);  // [steps + 3]
   if (world != nullptr) world->all_reduce(losses, ReduceOp::sum, {"loss", Purpose::bookkeeping}).wait();
   std::vector<at::Tensor> norms;
   for (const PendingStep& p : pending) norms.push_back(p.norm.to(at::kDouble).reshape({1}));
@@ -271,6 +271,7 @@ void Run::State::flush(int64_t step) {
   if (trace) trace->resolve();
   stop = losses[count].item<double>() > 0.0;
   go_on = losses[count + 1].item<double>() > 0.0;
+  if (losses[count + 2].item<double>() == 0.0) finish_save();  // --async-save: nobody writes any more
   if (stop) say(launch, fmt::format("stopping after step {}: a rank was asked to (SIGINT or SIGTERM)\n", step));
   step_began = Moment::record(device);
 }

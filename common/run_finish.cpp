@@ -1,4 +1,4 @@
-// Checkpoints and the end of a run: report, proof, exit code.
+// The end of a run: report, proof, exit code.
 #include <fmt/format.h>
 
 #include <cstdio>
@@ -7,72 +7,9 @@
 #include "common/error.hpp"
 #include "common/run_state.hpp"
 #include "common/safetensors.hpp"
-#include "common/sharded_checkpoint.hpp"
 #include "common/watchdog.hpp"
 
 namespace mgp {
-
-// ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-void Run::State::write_checkpoint(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
-                                  const std::vector<std::string>& bucket_order) {
-  saved_step = step;
-  if (launch.rank != 0 && layout == nullptr) return;  // rank 0 has everything; the others go on
-  TrainingState training;
-  training.step = step;
-  training.seed = options.seed;
-  training.global_batch_size = options.global_batch_size;
-  training.next_sample = options.data == "repeat" ? 0 : step * options.global_batch_size;
-  training.data = options.data;
-  training.precision = to_string(options.precision);
-  training.bucket_order = bucket_order;
-  if (scaler.enabled()) training.loss_scale = scaler.current_scale();
-  training.good_steps = scaler.good_steps();
-  capture_rng(training, device);
-  // Ranks wait for each other meanwhile: no deadline runs while a disk is slow.
-  std::optional<Watchdog::Pause> pause;
-  if (world != nullptr) pause.emplace(world->watchdog());
-  // Days of training are worth more than one file: the run goes on, the exit code tells (trial B34).
-  if (options.save) {
-    try {
-      if (layout != nullptr) {  // collective
-        save_full_state_of_pieces(launch.rank == 0 ? *options.save : "", options.model, optimizer, training, *layout);
-      } else {
-        save_full_state(*options.save, options.model, optimizer, training);
-      }
-      say(launch, fmt::format("saved {} at step {}\n", *options.save, step));
-    } catch (const std::exception& error) {
-      save_failed = true;
-      warn(fmt::format("checkpoint not written, the run goes on: {}", error.what()));
-    }
-  }
-  if (options.save_sharded && layout != nullptr) {
-    try {
-      const at::Tensor count = optimizer.steps().empty() ? at::Tensor() : optimizer.steps().front().second;
-      save_sharded(*options.save_sharded, options.model, *layout, optimizer.masters(), optimizer.exp_avg(),
-                   optimizer.exp_avg_sq(), count, training, *world);
-      say(launch, fmt::format("saved {} at step {}, {} ranks\n", *options.save_sharded, step, launch.world_size));
-    } catch (const RunError& error) {  // the same one on all ranks
-      save_failed = true;
-      if (launch.rank == 0) warn(fmt::format("checkpoint not written, the run goes on: {}", error.what()));
-    }
-  }
-}
-
-void Run::save_if_due(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
-                      const std::vector<std::string>& bucket_order) {
-  State& s = *state_;
-  if (s.saves() && s.options.save_every > 0 && step % s.options.save_every == 0) {
-    s.write_checkpoint(step, optimizer, scaler, bucket_order);
-    s.step_began = Moment::record(s.device);
-  }
-}
-
-void Run::save_final(const AdamW& optimizer, const LossScaler& scaler, const std::vector<std::string>& bucket_order) {
-  State& s = *state_;
-  const int64_t step = std::max(s.loaded.step, s.report.last_step());
-  if (s.saves() && s.saved_step != step) s.write_checkpoint(step, optimizer, scaler, bucket_order);
-}
 
 // ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <thread>
@@ -37,6 +38,7 @@ std::optional<int> answer_and_stop(const Options& options, const Launch& launch,
 }
 
 int run_main(int (*trainer)(int, char**), int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // `ulimit -f`: an error of the write (EFBIG), like a full disk, and not the end
   int rank = 0;
   try {
     rank = detect_launch().rank;

@@ -1,9 +1,11 @@
-// What a Run remembers between its calls. Seen by run.cpp and run_finish.cpp alone.
+// What a Run remembers between its calls. Seen by run*.cpp alone.
 #pragma once
 
 #include <chrono>
+#include <future>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,12 +14,24 @@
 #include "common/nvml.hpp"
 #include "common/report.hpp"
 #include "common/run.hpp"
+#include "common/sharded_checkpoint.hpp"
 #include "common/trace.hpp"
 
 namespace mgp {
 
 /// Steps that --profile records, after the warm-up.
 inline constexpr int64_t kProfiledSteps = 3;
+
+/// A checkpoint that is being written while training goes on (--async-save).
+struct SaveUnderWay {
+  int64_t step = 0;
+  FullState full;  // rank 0's copy, with --save
+  Moment copied;   // it is in host memory
+  std::string full_error;
+  std::optional<ShardedSave> sharded;
+  std::future<void> writer;  // joined when this goes
+  bool busy() const { return writer.wait_for(std::chrono::seconds(0)) != std::future_status::ready; }
+};
 
 struct Run::State {
   const Options options;
@@ -40,6 +54,7 @@ struct Run::State {
   int64_t memory_mark = 0;
   int64_t saved_step = -1;
   bool save_failed = false;
+  std::unique_ptr<SaveUnderWay> saving;
   std::vector<std::string> warnings;     // for the record; printed when they came up
   std::string drifted;                   // with --verify: which ranks ended with other parameters
   bool stop = false;                     // Ctrl-C, agreed on by all ranks
@@ -90,6 +105,12 @@ struct Run::State {
   void write_trace();
   void write_checkpoint(int64_t step, const AdamW& optimizer, const LossScaler& scaler,
                         const std::vector<std::string>& bucket_order);
+  void save_full(int64_t step, const AdamW& optimizer, const TrainingState& training);
+  void save_shards(int64_t step, const AdamW& optimizer, const TrainingState& training);
+  void begin_save(int64_t step, const AdamW& optimizer, const TrainingState& training);
+  /// Waits for the writer, publishes and says so; nothing if there is none. Collective where pieces are saved.
+  void finish_save();
+  void save_failed_because(const std::exception& error);
 };
 
 }  // namespace mgp

@@ -13,10 +13,8 @@
 
 #include "common/error.hpp"
 #include "common/input_file.hpp"
-#include "common/published_folder.hpp"
 #include "common/safetensors.hpp"
 #include "common/shard_index.hpp"
-#include "common/sharded_rows.hpp"
 
 namespace mgp {
 namespace {
@@ -98,13 +96,14 @@ std::array<at::ScalarType, kShardKinds> agreed_types(const std::vector<std::stri
 }
 
 /// Writes this rank's file; returns its size, "" if it has nothing to write.
-std::string write_rows(const std::string& path, const ShardLayout& layout, const std::vector<RowBlock>& blocks) {
+std::string write_rows(const std::string& path, const std::vector<ParameterShape>& parameters,
+                       const std::vector<RowBlock>& blocks) {
   if (blocks.empty()) return "";
   NamedTensors tensors;
   nlohmann::json offsets = nlohmann::json::object();
   for (size_t kind = 0; kind < kShardKinds; ++kind) {
     for (const RowBlock& block : blocks) {
-      const ParameterShape& parameter = layout.parameters()[block.parameter];
+      const ParameterShape& parameter = parameters[block.parameter];
       std::vector<int64_t> offset(parameter.shape.size(), 0);
       offset[0] = block.first;
       tensors.emplace_back(kKinds[kind] + parameter.name, block.kinds[kind]);
@@ -115,15 +114,16 @@ std::string write_rows(const std::string& path, const ShardLayout& layout, const
   return std::to_string(InputFile(path, "cannot save").size());
 }
 
-ShardIndex index_of(const ModelConfig& config, const ShardLayout& layout, const at::Tensor& step_count,
-                    const TrainingState& training, const std::vector<std::string>& sizes) {
+ShardIndex index_of(const ModelConfig& config, const std::vector<ParameterShape>& parameters,
+                    const at::Tensor& step_count, const TrainingState& training,
+                    const std::vector<std::string>& sizes) {
   ShardIndex index;
   index.ranks = static_cast<int64_t>(sizes.size());
   for (size_t rank = 0; rank < sizes.size(); ++rank) {
     if (!sizes[rank].empty())
       index.files.push_back({shard_file_name(static_cast<int>(rank)), std::stoull(sizes[rank])});
   }
-  index.parameters = layout.parameters();
+  index.parameters = parameters;
   index.step_count = step_count.item<double>();
   const PtValue value = full_state_value({config, {}, {}, {}, {}, training});
   index.config = *value.find("config");
@@ -133,37 +133,73 @@ ShardIndex index_of(const ModelConfig& config, const ShardLayout& layout, const 
 
 }  // namespace
 
+ShardedSave::ShardedSave(const std::string& folder, const ModelConfig& config, const ShardLayout& layout,
+                         const NamedTensors& masters, const NamedTensors& exp_avg, const NamedTensors& exp_avg_sq,
+                         const at::Tensor& step_count, const TrainingState& training, Communicator& world,
+                         bool snapshot)
+    : place_(folder, training.step),
+      config_(config),
+      parameters_(layout.parameters()),
+      training_(training),
+      world_(world) {
+  const at::NoGradGuard no_grad;
+  const ShardKinds local = {&masters, &exp_avg, &exp_avg_sq};
+  const auto types = agreed_types(together(world, folder, "tensors", [&] { return types_of(layout, local); }));
+  blocks_ = rows_to_save(layout, local, types, world);
+  if (world.rank() == 0) step_count_ = step_count.clone();
+  if (snapshot) {
+    for (RowBlock& block : blocks_) {
+      for (at::Tensor& tensor : block.kinds) tensor = host_copy(tensor);
+    }
+    copied_ = Moment::record(world.device());
+  }
+  together(world, folder, "folder", [&] {
+    if (world.rank() == 0) place_.prepare();
+    return std::string();
+  });
+}
+
+void ShardedSave::write() noexcept {
+  try {
+    copied_.synchronize();
+    written_ = write_rows(place_.file(shard_file_name(world_.rank())), parameters_, blocks_);
+  } catch (const std::exception& error) {
+    error_ = error.what();
+  }
+  blocks_.clear();  // host memory, given back at once
+}
+
+// Each exchange of texts is a barrier too: once it is through all ranks have done their part. So rank 0 removes the
+// folder only when nobody writes into it, and writes the index only when all files are on disk. If an exchange itself
+// fails a rank is gone, and what it left is removed by the next save.
+void ShardedSave::publish() {
+  const bool first = world_.rank() == 0;
+  try {
+    const std::vector<std::string> sizes = together(world_, place_.folder(), "files", [&] {
+      if (!error_.empty()) throw RunError(error_);
+      return written_;
+    });
+    together(world_, place_.folder(), "index", [&] {
+      if (first) {
+        write_shard_index(place_.file(kIndexName), index_of(config_, parameters_, step_count_, training_, sizes));
+        place_.publish();
+      }
+      return std::string();
+    });
+  } catch (const SharedError&) {
+    if (first) place_.discard();
+    world_.barrier("failed checkpoint removed");
+    throw;
+  }
+}
+
 void save_sharded(const std::string& folder, const ModelConfig& config, const ShardLayout& layout,
                   const NamedTensors& masters, const NamedTensors& exp_avg, const NamedTensors& exp_avg_sq,
                   const at::Tensor& step_count, const TrainingState& training, Communicator& world) {
-  const at::NoGradGuard no_grad;
-  const ShardKinds local = {&masters, &exp_avg, &exp_avg_sq};
-  PublishedFolder place(folder, training.step);
-  const bool first = world.rank() == 0;
-  const auto types = agreed_types(together(world, folder, "tensors", [&] { return types_of(layout, local); }));
-  const std::vector<RowBlock> blocks = rows_to_save(layout, local, types, world);
-  const auto on_first = [&](const char* what, const std::function<void()>& act) {
-    together(world, folder, what, [&] {
-      if (first) act();
-      return std::string();
-    });
-  };
-  on_first("folder", [&] { place.prepare(); });
-  // Each exchange of texts is a barrier too: once it is through all ranks have done their part. So rank 0 removes the
-  // folder only when nobody writes into it, and writes the index only when all files are on disk. If an exchange
-  // itself fails a rank is gone, and what it left is removed by the next save.
-  try {
-    const std::vector<std::string> sizes = together(
-        world, folder, "files", [&] { return write_rows(place.file(shard_file_name(world.rank())), layout, blocks); });
-    on_first("index", [&] {
-      write_shard_index(place.file(kIndexName), index_of(config, layout, step_count, training, sizes));
-      place.publish();
-    });
-  } catch (const SharedError&) {
-    if (first) place.discard();
-    world.barrier("failed checkpoint removed");
-    throw;
-  }
+  ShardedSave save(folder, config, layout, masters, exp_avg, exp_avg_sq, step_count, training, world,
+                   /*snapshot=*/false);
+  save.write();
+  save.publish();
 }
 
 }  // namespace mgp

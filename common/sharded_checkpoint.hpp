@@ -14,24 +14,61 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "common/checkpoint.hpp"
 #include "common/communicator.hpp"
+#include "common/published_folder.hpp"
+#include "common/sharded_rows.hpp"
 #include "common/shards.hpp"
+#include "common/timing.hpp"
 
 namespace mgp {
 
-/// Saves to `folder`. Collective over `world`, the communicator of `layout`.
+/// One save to `folder`, in three steps, so that the long one in the middle can run beside training:
 ///
-/// `masters`, `exp_avg`, `exp_avg_sq`: one tensor of each piece of layout.mine() in that order, of piece.count elements
-/// and any shape, on any device. `step_count`: AdamW's, one element. Of `training` and `step_count` those of rank 0 are
-/// written. What several ranks hold is written once. A row that is torn between ranks goes whole into the file of the
-/// rank that holds its first element; one all_gather brings the fragments there.
+///   ShardedSave save(...);   collective: the temporary folder is there, and what this rank will write is known
+///   save.write();            this rank's file; not collective, on any thread
+///   save.publish();          collective: the index, the folder's name
+///
+/// What several ranks hold is written once. A row that is torn between ranks goes whole into the file of the rank that
+/// holds its first element; one all_gather brings the fragments there.
 ///
 /// The folder appears whole or not at all (published_folder.hpp), and a checkpoint that was there before stays loadable
 /// until then. If a rank cannot write, all ranks throw the same RunError with that rank, path and errno text, and what
-/// was written is removed. A return means that the checkpoint is there and on disk. The slowest rank must have written
-/// its file within the deadline of a collective (CommOptions::timeout) after the fastest.
+/// was written is removed.
+class ShardedSave {
+ public:
+  /// Collective over `world`, the communicator of `layout`; `world` must outlive publish(). `masters`, `exp_avg`,
+  /// `exp_avg_sq`: one tensor of each piece of layout.mine() in that order, of piece.count elements and any shape, on any
+  /// device. `step_count`: AdamW's, one element. Of `training` and `step_count` those of rank 0 are written.
+  /// `snapshot`: copies to host memory are written, so that the tensors may change from here on; else they
+  /// themselves, which must not.
+  ShardedSave(const std::string& folder, const ModelConfig& config, const ShardLayout& layout,
+              const NamedTensors& masters, const NamedTensors& exp_avg, const NamedTensors& exp_avg_sq,
+              const at::Tensor& step_count, const TrainingState& training, Communicator& world, bool snapshot);
+
+  /// Writes this rank's file and syncs it. Does not throw: publish() tells everybody what went wrong.
+  void write() noexcept;
+
+  /// Collective, after write(). A return means that the checkpoint is there and on disk. The slowest rank must come
+  /// within the deadline of a collective (CommOptions::timeout) after the fastest.
+  void publish();
+
+ private:
+  PublishedFolder place_;
+  const ModelConfig config_;
+  const std::vector<ParameterShape> parameters_;
+  const TrainingState training_;
+  Communicator& world_;
+  std::vector<RowBlock> blocks_;
+  at::Tensor step_count_;
+  Moment copied_;        // the snapshot is in host memory
+  std::string written_;  // size of this rank's file, "" for none
+  std::string error_;    // of write()
+};
+
+/// All of it at once: collective, nothing is copied, and the tensors must not change meanwhile.
 void save_sharded(const std::string& folder, const ModelConfig& config, const ShardLayout& layout,
                   const NamedTensors& masters, const NamedTensors& exp_avg, const NamedTensors& exp_avg_sq,
                   const at::Tensor& step_count, const TrainingState& training, Communicator& world);

@@ -56,13 +56,14 @@ def mpirun_command(ranks):
     return command
 
 
-def run_command(command, environment=None, timeout=300, cwd=None):
-    process = subprocess.run(command, env=clean_environment(environment), cwd=cwd, timeout=timeout,
+def run_command(command, environment=None, timeout=300, cwd=None, before=None):
+    """`before` is called in the new process, before the command takes its place: for resource limits."""
+    process = subprocess.run(command, env=clean_environment(environment), cwd=cwd, timeout=timeout, preexec_fn=before,
                              stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     return Result(process.returncode, process.stdout, process.stderr)
 
 
-def run(trainer, args, ranks=1, environment=None, timeout=300, cwd=None, device="cpu"):
+def run(trainer, args, ranks=1, environment=None, timeout=300, cwd=None, device="cpu", before=None):
     """One rank runs plain, several under mpirun."""
     command = [trainer if os.sep in trainer else binary(trainer)] + [str(a) for a in args]
     if device and "--device" not in command:
@@ -71,7 +72,7 @@ def run(trainer, args, ranks=1, environment=None, timeout=300, cwd=None, device=
         command.append("--no-save")  # they write a file at the end, as the reference does; here nobody wants it
     if ranks > 1:
         command = mpirun_command(ranks) + command
-    return run_command(command, environment, timeout, cwd)
+    return run_command(command, environment, timeout, cwd, before)
 
 
 def metrics(path):

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <optional>
+#include <thread>
 
 #include "common/published_folder.hpp"
 #include "tests/multi_rank/world.hpp"
@@ -200,6 +201,38 @@ TEST(ShardedCheckpoint, ReplicasAreWrittenOnce) {
   }
   save(scratch / "overlapping", Local(overlapping));
   expect_whole(scratch / "overlapping");
+}
+
+TEST(ShardedCheckpoint, ASnapshotIsOfItsMoment) {
+  const SharedFolder scratch;
+  const int ranks = world().size(), rank = world().rank();
+  const ModelConfig config = preset_config("tiny", ModelKind::classifier);
+  // Rows, whose tensors would be written as they stand, and flat ranges, of which some are torn and copied anyway.
+  for (const bool rows : {true, false}) {
+    SCOPED_TRACE(rows ? "rows" : "flat");
+    std::optional<Local> local(rows ? row_pieces(ranks, rank)
+                                    : flat_pieces(
+                                          [&] {
+                                            std::vector<int64_t> ends;
+                                            for (int r = 1; r <= ranks; ++r) ends.push_back(total() * r / ranks);
+                                            return ends;
+                                          }(),
+                                          rank));
+    at::Tensor count = at::full({}, 2.0).to(world().device());
+    ShardedSave save(scratch / "a", config, local->layout, local->kinds[0], local->kinds[1], local->kinds[2], count,
+                     some_training(), world(), /*snapshot=*/true);
+    count.add_(1);
+    for (NamedTensors& kind : local->kinds) {
+      for (auto& [name, tensor] : kind) tensor.zero_();  // training goes on
+    }
+    local.reset();  // and ends
+    EXPECT_FALSE(exists(scratch / "a/index.json") && rows);
+    std::thread writer([&] { save.write(); });
+    writer.join();
+    save.publish();
+    expect_whole(scratch / "a");
+    world().barrier("read");
+  }
 }
 
 /// Files of this process may not grow beyond `bytes` (EFBIG), as if the disk was full.
