@@ -186,6 +186,12 @@ FullState to_full_state(const PtValue& root) {
   return state;
 }
 
+/// Of any parameter, also one of which this rank holds nothing: what is trained has taken the same steps.
+at::Tensor steps_of(const AdamW& optimizer, const std::string& name) {
+  const at::Tensor count = copy_on_cpu(optimizer.step_count());
+  return optimizer.is_frozen(name) ? count.zero_() : count;
+}
+
 /// Whether each value of `from` is a value of `to`.
 bool fits_exactly(at::ScalarType from, at::ScalarType to) {
   return at::isFloatingType(from) && at::isFloatingType(to) && at::promoteTypes(from, to) == to;
@@ -232,10 +238,7 @@ FullState host_copy_of_pieces(const ModelConfig& config, const AdamW& optimizer,
                   layout.gather(optimizer.exp_avg_sq()),
                   {},
                   training};
-  // Every piece has taken the same steps.
-  for (const auto& [name, tensor] : state.model) {
-    state.steps.emplace_back(name, copy_on_cpu(optimizer.steps().front().second));
-  }
+  for (const auto& [name, tensor] : state.model) state.steps.emplace_back(name, steps_of(optimizer, name));
   return state;
 }
 
@@ -328,8 +331,7 @@ void save_full_state_of_pieces(const std::string& path, const ModelConfig& confi
       state.model.emplace_back(parameter.name, placeholder());
       state.exp_avg.emplace_back(parameter.name, placeholder());
       state.exp_avg_sq.emplace_back(parameter.name, placeholder());
-      // Every piece has taken the same steps.
-      state.steps.emplace_back(parameter.name, copy_on_cpu(optimizer.steps().front().second));
+      state.steps.emplace_back(parameter.name, steps_of(optimizer, parameter.name));
     }
     try {
       write_pt(path, full_state_value(state), [&](const std::string&, const at::Tensor&) { return next(); });
@@ -349,6 +351,7 @@ void restore(const FullState& state, AdamW& optimizer, const ShardLayout* layout
       const auto& [name, tensor] = live[i];
       const auto value = values.find(name);
       const bool is_piece = layout != nullptr && !counts;
+      if (&saved != &state.model && optimizer.is_frozen(name)) continue;  // no moments, never stepped
       if (value == values.end() || (!is_piece && value->second.sizes() != tensor.sizes())) {
         throw RunError("cannot restore " + name + ": the file was not checked against this model");
       }

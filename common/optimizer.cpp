@@ -10,6 +10,12 @@
 
 namespace mgp {
 
+bool AdamWOptions::is_frozen(const std::string& name) const {
+  return std::any_of(frozen.begin(), frozen.end(), [&](const std::string& start) {
+    return name == start || name.starts_with(start + ".");  // layer 1 is not layer 10
+  });
+}
+
 AdamW::AdamW(const NamedTensors& parameters, const AdamWOptions& options) : AdamW(parameters, parameters, options) {}
 
 namespace {
@@ -39,10 +45,18 @@ AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const 
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, parameter] = parameters_[i];
     const at::Tensor& master = masters_[i].second;
-    exp_avg_.push_back(at::zeros_like(master));
-    exp_avg_sq_.push_back(at::zeros_like(master));
+    const bool frozen = options.is_frozen(name);
+    for (std::vector<at::Tensor>* moments : {&exp_avg_, &exp_avg_sq_}) {
+      moments->push_back(frozen ? at::zeros({}, master.options().requires_grad(false)).expand(master.sizes())
+                                : at::zeros_like(master));
+    }
     // One count for each parameter, on its device: the fused kernel reads it there, so the host never has to know it.
     steps_.push_back(at::zeros({}, parameter.options().dtype(at::kFloat).requires_grad(false)));
+    if (frozen) {
+      frozen_.parameters.push_back(parameter);
+      frozen_.masters.push_back(master);
+      continue;
+    }
     Group& group = has_weight_decay(name, dims[i]) ? decayed : plain;
     group.parameters.push_back(parameter);
     group.masters.push_back(master);
@@ -90,13 +104,15 @@ void AdamW::step(const LearningRate& lr, const at::Tensor& found_inf) {
       at::_foreach_sub_(group.steps, std::vector<at::Tensor>(group.steps.size(), found_inf));
     }
   }
-  publish_masters();
+  if (!has_masters_) return;
+  for (Group& group : groups_) at::_foreach_copy_(group.parameters, group.masters);
 }
 
 void AdamW::publish_masters() {
   if (!has_masters_) return;
   const at::NoGradGuard no_grad;
   for (Group& group : groups_) at::_foreach_copy_(group.parameters, group.masters);
+  if (!frozen_.masters.empty()) at::_foreach_copy_(frozen_.parameters, frozen_.masters);
 }
 
 void AdamW::zero_grad() {
@@ -116,6 +132,10 @@ NamedTensors with_names(const NamedTensors& parameters, const std::vector<at::Te
 
 NamedTensors AdamW::exp_avg() const { return with_names(parameters_, exp_avg_); }
 NamedTensors AdamW::exp_avg_sq() const { return with_names(parameters_, exp_avg_sq_); }
+at::Tensor AdamW::step_count() const {
+  for (const Group& group : groups_) return group.steps.front();
+  return steps_.empty() ? at::Tensor() : steps_.front();
+}
 NamedTensors AdamW::steps() const { return with_names(parameters_, steps_); }
 
 double LrSchedule::at(int64_t step) const {

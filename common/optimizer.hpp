@@ -13,6 +13,10 @@ struct AdamWOptions {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0.01;
+  /// Parameters that are not trained, by name or by the parts that it begins with ("encoder.layers.1"): never stepped, and
+  /// without moments.
+  std::vector<std::string> frozen = {};
+  bool is_frozen(const std::string& name) const;
 };
 
 /// The learning rate of a step: a number, or a number on the device. A CUDA graph repeats the launches that it captured with
@@ -62,12 +66,13 @@ class AdamW {
   void publish_masters();
 
   /// First and second moments, and step counts (fp32, 0-dim), by parameter name in registration order. Live tensors:
-  /// a checkpoint is loaded by copying into them.
+  /// a checkpoint is loaded by copying into them, but for frozen parameters, whose zeros have no memory of their own.
   NamedTensors exp_avg() const;
   NamedTensors exp_avg_sq() const;
   NamedTensors steps() const;
-  /// The count of the first, which is that of all; undefined without parameters.
-  at::Tensor step_count() const { return steps().empty() ? at::Tensor() : steps().front().second; }
+  /// The count of all that are trained; undefined without parameters.
+  at::Tensor step_count() const;
+  bool is_frozen(const std::string& name) const { return options_.is_frozen(name); }
 
  private:
   AdamW(const NamedTensors& parameters, const NamedTensors& masters, const std::vector<int64_t>& dims,
@@ -80,6 +85,7 @@ class AdamW {
   bool has_masters_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_, steps_;  // in registration order
   std::vector<Group> groups_;                             // the same tensors, by weight decay
+  Group frozen_{};                                        // parameters and masters alone
   AdamWOptions options_;
 };
 

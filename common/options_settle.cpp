@@ -171,6 +171,7 @@ std::vector<std::pair<std::string, std::string>> settings(const Options& o) {
                             o.min_seconds > 0 ? fmt::format(" and on until {} s have passed", o.min_seconds) : "",
                             o.warmup_steps, o.log_every)},
   };
+  if (!o.adamw.frozen.empty()) rows.emplace_back("frozen", fmt::format("{}", fmt::join(o.adamw.frozen, ", ")));
   if (!o.load.empty()) rows.emplace_back("load", o.load);
   const std::string how_often = (o.save_every > 0 ? fmt::format(" every {} steps", o.save_every) : "") +
                                 (o.async_save ? ", written while training goes on" : "");

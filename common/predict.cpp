@@ -39,9 +39,10 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
     const int64_t held = pattern.shard_elements * s;
     const int64_t compute = o.low_weights() ? compute_bytes(o.precision) : s;
     memory.parameters = held;
-    memory.optimizer = 2 * held;
+    const int64_t trained = held - pattern.frozen_elements * s;
+    memory.optimizer = 2 * trained;
     // The gradient of the shard stays; whole units and what is on its way come and go.
-    memory.communication_buffers = held + pattern.whole_elements * compute;
+    memory.communication_buffers = trained + pattern.whole_elements * compute;
   }
 
   // Two moments can be the peak. Start of backward: all activations, and no gradients yet (unless an earlier pass of the

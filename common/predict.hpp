@@ -29,7 +29,8 @@ struct MemoryPattern {
 
   /// Trainers that shard: elements that a rank holds for good, padding included (0: everything is whole).
   int64_t shard_elements = 0;
-  int64_t whole_elements = 0;  ///< parameters that are gathered at the peak, in the dtype of the computation
+  int64_t frozen_elements = 0;  ///< of them, without gradient and moments
+  int64_t whole_elements = 0;   ///< parameters that are gathered at the peak, in the dtype of the computation
   int64_t whole_gradient_elements =
       0;  ///< gradients that are whole at the peak, and their buffer for the reduce-scatter
 

@@ -37,8 +37,8 @@ FlatUnit::FlatUnit(UnitParameters parameters, Communicator& world, ShardStrategy
   }
   length_ = shard_numel(numel, ranks_);
   const auto on_device = at::TensorOptions().device(world_.device());
-  shard_ = at::zeros({length_}, on_device.dtype(master));     // [S]
-  gradient_ = at::zeros({length_}, on_device.dtype(master));  // [S]
+  shard_ = at::zeros({length_}, on_device.dtype(master));                     // [S]
+  gradient_ = at::zeros({trained() ? length_ : 0}, on_device.dtype(master));  // [S]
 
   // This rank's pieces: where its range [begin, begin + S) meets the ranges of the parameters.
   const int64_t begin = rank_ * length_;
@@ -47,8 +47,8 @@ FlatUnit::FlatUnit(UnitParameters parameters, Communicator& world, ShardStrategy
     const int64_t to = std::min(begin + length_, first_[p] + whole_.shapes[p].numel());
     if (from >= to) continue;
     pieces_.push_back({whole_.shapes[p], from - first_[p], to - from});
-    shards_.emplace_back(whole_.shapes[p].name, shard_.narrow(0, from - begin, to - from));  // [count]
-    gradients_.push_back(gradient_.narrow(0, from - begin, to - from));                      // [count]
+    shards_.emplace_back(whole_.shapes[p].name, shard_.narrow(0, from - begin, to - from));         // [count]
+    gradients_.push_back(trained() ? gradient_.narrow(0, from - begin, to - from) : at::Tensor());  // [count]
     shards_.back().second.copy_(initial_value(whole_.shapes[p], seed, pieces_.back().first, pieces_.back().count));
   }
 

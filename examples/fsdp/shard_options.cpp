@@ -1,6 +1,7 @@
 #include "examples/fsdp/shard_options.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -24,6 +25,13 @@ void add_strategy_option(CLI::App& app, ShardOptions& options) {
 
 void add_inflight_option(CLI::App& app, ShardOptions& options) {
   app.add_option("--max-inflight", options.max_inflight, "units that are whole at a time with full (2); 1: no prefetch")
+      ->group("Options");
+}
+
+void add_freeze_option(CLI::App& app, ShardOptions& options) {
+  app.add_option("--freeze", options.adamw.frozen,
+                 "parameters that are not trained, by name or its first parts: embedding,encoder.layers.0")
+      ->delimiter(',')
       ->group("Options");
 }
 
@@ -59,27 +67,81 @@ void check_shard_options(ShardOptions& options) {
   if (options.weights.empty() && uses_autocast(options.precision)) options.weights = "low";
 }
 
-std::vector<CallPrediction> predict_shard_calls(const ShardOptions& options, const std::vector<int64_t>& elements) {
-  return predict_unit_calls(elements, options.strategy(), options.accumulate,
+void check_frozen(const ShardOptions& options, bool flat) {
+  const std::vector<ParameterShape> all = parameter_shapes(options.model);
+  for (const std::string& name : options.adamw.frozen) {
+    const AdamWOptions alone{.frozen = {name}};
+    if (std::none_of(all.begin(), all.end(),
+                     [&](const ParameterShape& shape) { return alone.is_frozen(shape.name); })) {
+      throw UsageError(fmt::format("--freeze '{}': no parameter is called so or begins with it; they are {} to {}",
+                                   name, all.front().name, all.back().name));
+    }
+  }
+  size_t frozen = 0;
+  for (const std::vector<ParameterShape>& unit : unit_shapes(options.model)) {
+    const auto here = static_cast<size_t>(std::count_if(
+        unit.begin(), unit.end(), [&](const ParameterShape& shape) { return options.adamw.is_frozen(shape.name); }));
+    frozen += here;
+    if (flat && here != 0 && here != unit.size()) {
+      throw UsageError(
+          fmt::format("--freeze {}: a flat unit is frozen whole or not at all, but of the {} parameters of the unit of "
+                      "{} {} would be; freeze the whole unit, or take train_fsdp2",
+                      fmt::join(options.adamw.frozen, ","), unit.size(), unit.front().name, here));
+    }
+  }
+  if (frozen == all.size()) {
+    throw UsageError(fmt::format("--freeze {}: nothing is left to train", fmt::join(options.adamw.frozen, ",")));
+  }
+}
+
+void freeze(const ShardOptions& options, const NamedTensors& parameters) {
+  for (auto [name, parameter] : parameters) {
+    if (options.adamw.is_frozen(name)) parameter.set_requires_grad(false);
+  }
+}
+
+std::vector<UnitSize> unit_sizes(const ShardOptions& options, int64_t shards,
+                                 int64_t (*padded)(const std::vector<ParameterShape>&, int64_t ranks)) {
+  std::vector<UnitSize> sizes;
+  for (const std::vector<ParameterShape>& unit : unit_shapes(options.model)) {
+    std::vector<ParameterShape> trained;
+    for (const ParameterShape& shape : unit) {
+      if (!options.adamw.is_frozen(shape.name)) trained.push_back(shape);
+    }
+    sizes.push_back({padded(unit, shards), trained.empty() ? 0 : padded(trained, shards)});
+  }
+  return sizes;
+}
+
+std::vector<CallPrediction> predict_shard_calls(const ShardOptions& options, const std::vector<UnitSize>& units) {
+  return predict_unit_calls(units, options.strategy(), options.accumulate,
                             static_cast<int64_t>(c10::elementSize(options.weight_dtype())),
                             static_cast<int64_t>(c10::elementSize(storage_dtype(options.precision))));
 }
 
-CallPrediction predict_replica_calls(const std::vector<int64_t>& elements, int64_t shards, size_t element_bytes) {
-  const int64_t all = std::accumulate(elements.begin(), elements.end(), int64_t{0});
-  const auto units = static_cast<int64_t>(elements.size());
-  return {"all_reduce", units, units, all / shards * static_cast<int64_t>(element_bytes),
+CallPrediction predict_replica_calls(const std::vector<UnitSize>& units, int64_t shards, size_t element_bytes) {
+  int64_t trained = 0, calls = 0;
+  for (const UnitSize& unit : units) {
+    trained += unit.trained;
+    if (unit.trained > 0) ++calls;
+  }
+  return {"all_reduce", calls, calls, trained / shards * static_cast<int64_t>(element_bytes),
           fmt::format("P / {} shards, padded, once a step x {} bytes", shards, element_bytes)};
 }
 
-MemoryPattern shard_memory(const ShardOptions& options, const std::vector<int64_t>& elements, int64_t shards) {
+MemoryPattern shard_memory(const ShardOptions& options, const std::vector<UnitSize>& units, int64_t shards) {
   const ShardStrategy strategy = options.strategy();
-  const int64_t all = std::accumulate(elements.begin(), elements.end(), int64_t{0});
-  std::vector<int64_t> largest(elements.begin() + 1,
-                               elements.end());  // without the embedding, which backward leaves out
+  int64_t all = 0, trained = 0;
+  std::vector<int64_t> largest;  // without the embedding, which backward leaves out
+  for (const UnitSize& unit : units) {
+    all += unit.elements;
+    trained += unit.trained;
+    if (&unit != &units.front()) largest.push_back(unit.elements);
+  }
   std::sort(largest.rbegin(), largest.rend());
   MemoryPattern pattern;
   pattern.shard_elements = all / shards;
+  pattern.frozen_elements = (all - trained) / shards;
   if (strategy == ShardStrategy::full) {
     const auto alive = std::min<size_t>(largest.size(), static_cast<size_t>(options.max_inflight));
     pattern.whole_elements =
@@ -87,9 +149,10 @@ MemoryPattern shard_memory(const ShardOptions& options, const std::vector<int64_
   } else {
     pattern.whole_elements = all;
   }
-  // The last unit to leave is the embedding: its gradient, and the buffer from which it is sent.
-  pattern.whole_gradient_elements =
-      strategy == ShardStrategy::optimizer ? all + elements.front() : 2 * elements.front();
+  // The last unit to leave is the first that is trained, mostly the embedding: its gradient, and the buffer from which it
+  // is sent.
+  const auto last = std::find_if(units.begin(), units.end(), [](const UnitSize& unit) { return unit.trained > 0; });
+  pattern.whole_gradient_elements = strategy == ShardStrategy::optimizer ? trained + last->trained : 2 * last->trained;
   return pattern;
 }
 

@@ -23,6 +23,7 @@ struct ShardOptions : Options {
 
 void add_strategy_option(CLI::App& app, ShardOptions& options);  ///< --shard-strategy
 void add_inflight_option(CLI::App& app, ShardOptions& options);  ///< --max-inflight
+void add_freeze_option(CLI::App& app, ShardOptions& options);    ///< --freeze
 void add_save_options(CLI::App& app, ShardOptions& options);     ///< --save-sharded, --no-save
 
 /// After parsing and before settle(): refuses wrong values, and takes --weights low for bf16 and fp16 unless the flag was
@@ -31,14 +32,24 @@ void add_save_options(CLI::App& app, ShardOptions& options);     ///< --save-sha
 /// forms), unless it only proves (--verify) or --no-save was given. Throws UsageError.
 void check_shard_options(ShardOptions& options);
 
-/// Calls and bytes of a step. `elements`: of each unit when it is whole, padding included, in the order of unit_shapes().
-std::vector<CallPrediction> predict_shard_calls(const ShardOptions& options, const std::vector<int64_t>& elements);
+/// After settle(): refuses names of --freeze that no parameter begins with, and a model of which nothing is trained. A flat
+/// unit is frozen whole or not at all (`flat`): its parameters have one gradient. Throws UsageError.
+void check_frozen(const ShardOptions& options, bool flat);
+/// What is not trained asks for no gradient. Before the units are made.
+void freeze(const ShardOptions& options, const NamedTensors& parameters);
+
+/// Sizes of all units, in the order of unit_shapes(). `padded`: elements of a unit of such parameters when it is whole.
+std::vector<UnitSize> unit_sizes(const ShardOptions& options, int64_t shards,
+                                 int64_t (*padded)(const std::vector<ParameterShape>&, int64_t ranks));
+
+/// Calls and bytes of a step.
+std::vector<CallPrediction> predict_shard_calls(const ShardOptions& options, const std::vector<UnitSize>& units);
 
 /// HSDP: the shards' gradients all-reduced over the replicas, a call a unit.
-CallPrediction predict_replica_calls(const std::vector<int64_t>& elements, int64_t shards, size_t element_bytes);
+CallPrediction predict_replica_calls(const std::vector<UnitSize>& units, int64_t shards, size_t element_bytes);
 
 /// Bytes per rank beside plain data parallel training: what is cut over `shards` ranks, and the whole units of a step.
-MemoryPattern shard_memory(const ShardOptions& options, const std::vector<int64_t>& elements, int64_t shards);
+MemoryPattern shard_memory(const ShardOptions& options, const std::vector<UnitSize>& units, int64_t shards);
 
 /// This rank's pieces of all units, for optimizer and layout.
 struct ShardedParameters {

@@ -65,6 +65,7 @@ int train_fsdp(int argc, char** argv) {
   parse_options(argc, argv, kTrainer, options, [&](CLI::App& app) {
     add_strategy_option(app, options);
     add_inflight_option(app, options);
+    add_freeze_option(app, options);
     add_save_options(app, options);
   });
   check_shard_options(options);
@@ -76,10 +77,10 @@ int train_fsdp(int argc, char** argv) {
   const ShardStrategy strategy = options.strategy();
   const at::ScalarType master = storage_dtype(options.precision);  // of shards, gradients and moments
   const int64_t shards = strategy == ShardStrategy::none ? 1 : options.world;
-  std::vector<int64_t> elements;  // of each unit when it is whole, padding included
-  for (const auto& unit : unit_shapes(options.model)) elements.push_back(FlatUnit::padded_numel(unit, shards));
-  const std::vector<CallPrediction> calls = predict_shard_calls(options, elements);
-  const MemoryPattern memory = shard_memory(options, elements, shards);
+  check_frozen(options, /*flat=*/true);
+  const std::vector<UnitSize> sizes = unit_sizes(options, shards, FlatUnit::padded_numel);
+  const std::vector<CallPrediction> calls = predict_shard_calls(options, sizes);
+  const MemoryPattern memory = shard_memory(options, sizes, shards);
   if (const auto code = answer_and_stop(options, launch, memory, calls)) return *code;
   if (options.deterministic) apply_deterministic(options.cuda ? at::kCUDA : at::kCPU);
   limit_threads(launch);
@@ -97,6 +98,7 @@ int train_fsdp(int argc, char** argv) {
 
     // 4 ── model, and how it is made parallel ─────────────────────────────────────────────────────────────────────────
     Model model = make_empty_model(options.model, master);  // no values: each rank makes those of its own shards
+    freeze(options, named_parameters(*model));
     std::vector<std::unique_ptr<Unit>> units;
     for (UnitParameters& unit : units_of(options.model, named_parameters(*model))) {
       units.push_back(

@@ -2,12 +2,19 @@
 
 #include <c10/core/StorageImpl.h>
 
+#include <algorithm>
+
 #include "common/error.hpp"
 
 namespace mgp {
 
+bool Unit::trained() const {
+  return std::any_of(whole_.tensors.begin(), whole_.tensors.end(),
+                     [](const at::Tensor& t) { return t.requires_grad(); });
+}
+
 void Unit::hand_out_gradients() {
-  for (size_t i = 0; i < shards_.size(); ++i) shards_[i].second.mutable_grad() = gradients_[i];
+  for (size_t i = 0; i < shards_.size(); ++i) shards_[i].second.mutable_grad() = gradients_[i];  // frozen: undefined
 }
 
 void resize_memory(const at::Tensor& tensor, int64_t bytes) {

@@ -59,6 +59,9 @@ class Unit {
   /// Bytes of the whole parameters while they are gathered, padding included.
   virtual int64_t gathered_bytes() const = 0;
 
+  /// Whether anything of it is trained. A frozen unit is gathered like the others, and never reduced.
+  bool trained() const;
+
  protected:
   explicit Unit(UnitParameters parameters) : whole_(std::move(parameters)) {}
   /// `.grad` of each shard becomes its view of the reduced gradient.
@@ -68,6 +71,12 @@ class Unit {
   std::vector<Piece> pieces_;
   NamedTensors shards_;
   std::vector<at::Tensor> gradients_;  // views of the reduced gradient, one of each piece, padding left out
+};
+
+/// Sizes of a unit, for predictions. Elements when it is whole, padding included.
+struct UnitSize {
+  int64_t elements = 0;
+  int64_t trained = 0;  ///< of them: what is reduced; 0 for a frozen unit
 };
 
 /// Resizes the memory behind `tensor` to `bytes` (0 frees it) and leaves every tensor that shares it in place: autograd's

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "common/activation_checkpoint.hpp"
+#include "common/error.hpp"
 #include "common/model.hpp"
 
 namespace mgp {
@@ -50,9 +51,24 @@ UnitRunner::UnitRunner(std::vector<std::unique_ptr<Unit>> units, ShardStrategy s
       world_(world),
       states_(units_.size()) {
   for (size_t u = 0; u < units_.size(); ++u) {
+    for (size_t v = 0; v < u; ++v) {
+      for (const at::Tensor& tied : units_[u]->parameters()) {
+        const std::vector<at::Tensor>& others = units_[v]->parameters();
+        if (std::none_of(others.begin(), others.end(), [&](const at::Tensor& other) { return other.is_same(tied); }))
+          continue;
+        throw RunError(
+            fmt::format("units {} and {} share a parameter: one would free what the other needs; put both uses "
+                        "into one unit",
+                        units_[v]->name(), units_[u]->name()));
+      }
+    }
+  }
+  while (first_trained_ < units_.size() && !units_[first_trained_]->trained()) ++first_trained_;
+  for (size_t u = 0; u < units_.size(); ++u) {
     const std::vector<at::Tensor>& parameters = units_[u]->parameters();
     arrived_.emplace_back(parameters.size(), false);
     for (size_t p = 0; p < parameters.size(); ++p) {
+      if (!parameters[p].requires_grad()) continue;  // frozen: nothing will come
       torch::autograd::impl::set_post_acc_grad_hooks(parameters[p], std::make_unique<Hook>(*this, u, p));
     }
   }
@@ -61,8 +77,9 @@ UnitRunner::UnitRunner(std::vector<std::unique_ptr<Unit>> units, ShardStrategy s
 UnitRunner::~UnitRunner() {
   // The hooks point at this object; the parameters may live longer.
   for (const auto& unit : units_) {
-    for (const at::Tensor& parameter : unit->parameters())
-      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+    for (const at::Tensor& parameter : unit->parameters()) {
+      if (parameter.requires_grad()) torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+    }
   }
 }
 
@@ -101,6 +118,7 @@ void UnitRunner::prefetch(int64_t from, int64_t direction) {
     if (states_[static_cast<size_t>(next)].begun) continue;
     if (strategy_ == ShardStrategy::full && alive() >= max_inflight_) return;
     if (direction < 0 && next == 0) return;  // the embedding's backward needs its indices, not its weights
+    if (direction < 0 && !needs_backward(static_cast<size_t>(next))) return;
     start_gather(static_cast<size_t>(next));
     if (strategy_ != ShardStrategy::full) return;  // one ahead; none is freed, so nothing is to be limited
   }
@@ -128,8 +146,10 @@ void UnitRunner::begin_microbatch(bool last) {
   last_ = last;
   in_backward_ = false;
   for (size_t u = 0; u < units_.size(); ++u) {
-    states_[u].missing = units_[u]->parameters().size();
-    arrived_[u].assign(units_[u]->parameters().size(), false);
+    const std::vector<at::Tensor>& parameters = units_[u]->parameters();
+    states_[u].missing = static_cast<size_t>(std::count_if(
+        parameters.begin(), parameters.end(), [](const at::Tensor& parameter) { return parameter.requires_grad(); }));
+    arrived_[u].assign(parameters.size(), false);
   }
 }
 
@@ -150,6 +170,9 @@ at::Tensor UnitRunner::forward(size_t index, const std::function<at::Tensor(cons
 
 void UnitRunner::before_backward(size_t index) {
   in_backward_ = true;
+  // No gradient tells when a frozen unit is done. Its backward has passed when that of the unit before it begins.
+  const bool frees = strategy_ == ShardStrategy::full || strategy_ == ShardStrategy::grad;
+  if (frees && index + 1 < units_.size() && !units_[index + 1]->trained()) free(index + 1);
   if (index == 0 && strategy_ == ShardStrategy::full) return;
   start_gather(index);
   prefetch(static_cast<int64_t>(index) - 1, -1);
@@ -167,7 +190,7 @@ void UnitRunner::gradient_ready(size_t unit, size_t parameter) {
 }
 
 void UnitRunner::reduce(size_t index) {
-  if (states_[index].reduced) return;
+  if (states_[index].reduced || !units_[index]->trained()) return;
   states_[index].reduced = true;
   if (!times_.first_call_began.valid()) times_.first_call_began = Moment::record(world_.device());
   events_.push_back({"reduce", index});
@@ -184,10 +207,12 @@ void UnitRunner::end_microbatch() {
   // Backward's order, on every rank: units with a parameter that got no gradient, and all of ZeRO-1.
   for (size_t u = units_.size(); u-- > 0;) reduce(u);
   times_.wait_began = Moment::record(world_.device());
-  for (size_t u = units_.size(); u-- > 0;) units_[u]->finish_reduce();
+  for (size_t u = units_.size(); u-- > 0;) {
+    if (units_[u]->trained()) units_[u]->finish_reduce();
+  }
   times_.wait_ended = Moment::record(world_.device());
-  times_.last_label = units_.front()->name();
-  times_.last_bytes = units_.front()->gathered_bytes();
+  times_.last_label = units_[first_trained_]->name();
+  times_.last_bytes = units_[first_trained_]->gathered_bytes();
 }
 
 std::string UnitRunner::event_text() const {
@@ -212,7 +237,8 @@ at::Tensor forward_in_units(ModelImpl& model, UnitRunner& runner, const ModelCon
         return runner.forward(
             i + 1, [&layer](const at::Tensor& input) { return layer->forward(input); }, in);
       };
-      x = config.checkpoint_activations ? checkpointed(gathered, x, config.dropout > 0) : gathered(x);  // [B, T, C]
+      const bool again = config.checkpoint_activations && runner.needs_backward(i + 1);
+      x = again ? checkpointed(gathered, x, config.dropout > 0) : gathered(x);  // [B, T, C]
     }
     return runner.forward(
         parts.layers.size() + 1, [&](const at::Tensor& in) { return classify(*parts.norm, *parts.head, in); }, x);
@@ -221,24 +247,39 @@ at::Tensor forward_in_units(ModelImpl& model, UnitRunner& runner, const ModelCon
   return run(dynamic_cast<MlpModel&>(model));
 }
 
-std::vector<CallPrediction> predict_unit_calls(const std::vector<int64_t>& elements, ShardStrategy strategy,
+std::vector<CallPrediction> predict_unit_calls(const std::vector<UnitSize>& units, ShardStrategy strategy,
                                                int64_t accumulate, int64_t gather_bytes, int64_t reduce_bytes) {
-  const auto units = static_cast<int64_t>(elements.size());
-  int64_t all = 0;
-  for (const int64_t unit : elements) all += unit;
-  // full: each unit before its forward; all but the head (still there) and the embedding (not needed) before backward.
+  const auto count = static_cast<int64_t>(units.size());
+  int64_t all = 0, trained = 0, reduces = 0;
+  for (const UnitSize& unit : units) {
+    all += unit.elements;
+    trained += unit.trained;
+    if (unit.trained > 0) ++reduces;
+  }
+  const std::string less_frozen = trained < all ? " less frozen" : "";
+  // full: each unit before its forward; before backward, which ends at the first trained unit, all but the head (still
+  // there) and the embedding (not needed).
   int64_t gathers = 0, gathered = 0;
   std::string formula;
   if (strategy == ShardStrategy::full) {
-    gathers = accumulate * (2 * units - 2);
-    gathered = accumulate * (2 * all - elements.front() - elements.back());
-    formula = "2P less embedding and head, padded, each microbatch";
+    gathers = accumulate * count;
+    gathered = accumulate * all;
+    bool needed = units.front().trained > 0;
+    for (size_t u = 1; u + 1 < units.size(); ++u) {
+      needed = needed || units[u].trained > 0;
+      if (!needed) continue;
+      gathers += accumulate;
+      gathered += accumulate * units[u].elements;
+    }
+    formula = units.front().trained > 0
+                  ? "2P less embedding and head, padded, each microbatch"
+                  : "P, and again from the first trained unit to the head, padded, each microbatch";
   } else if (strategy == ShardStrategy::grad) {
-    gathers = accumulate * units;
+    gathers = accumulate * count;
     gathered = accumulate * all;
     formula = "P, padded, each microbatch";
   } else if (strategy == ShardStrategy::optimizer) {
-    gathers = units;
+    gathers = count;
     gathered = all;
     formula = "P, padded, once a step";
   }
@@ -247,8 +288,9 @@ std::vector<CallPrediction> predict_unit_calls(const std::vector<int64_t>& eleme
     calls.push_back(
         {"all_gather", gathers, gathers, gathered * gather_bytes, fmt::format("{} x {} bytes", formula, gather_bytes)});
   }
-  calls.push_back({strategy == ShardStrategy::none ? "all_reduce" : "reduce_scatter", units, units, all * reduce_bytes,
-                   fmt::format("P, padded, once a step x {} bytes", reduce_bytes)});
+  calls.push_back({strategy == ShardStrategy::none ? "all_reduce" : "reduce_scatter", reduces, reduces,
+                   trained * reduce_bytes,
+                   fmt::format("P{}, padded, once a step x {} bytes", less_frozen, reduce_bytes)});
   return calls;
 }
 

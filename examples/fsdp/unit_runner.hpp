@@ -29,7 +29,7 @@ struct UnitEvent {
 class UnitRunner {
  public:
   /// `max_inflight`: units that are gathered or being gathered at the same time with ShardStrategy::full; 1 turns
-  /// prefetching off.
+  /// prefetching off. A tied parameter (used twice) belongs in one unit: throws RunError where two units hold the same.
   UnitRunner(std::vector<std::unique_ptr<Unit>> units, ShardStrategy strategy, int64_t max_inflight,
              Communicator& world);
   ~UnitRunner();
@@ -51,6 +51,8 @@ class UnitRunner {
   /// all reductions; the gradients of the shards are there.
   void end_microbatch();
 
+  /// Whether backward comes to this unit: it or one before it is trained.
+  bool needs_backward(size_t index) const { return index >= first_trained_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const StepTimes& times() const { return times_; }
   /// What happened since begin_step() in one line, for --debug info: "gather embedding, gather layer 0, use embedding, free embedding, ...".
@@ -81,6 +83,7 @@ class UnitRunner {
   Communicator& world_;
   std::vector<State> states_;
   std::vector<std::vector<bool>> arrived_;
+  size_t first_trained_ = 0;  // backward ends there: what lies before is frozen
   bool last_ = true;
   bool in_backward_ = false;
   std::vector<UnitEvent> events_;
@@ -91,9 +94,8 @@ class UnitRunner {
 /// The model's forward with its parts as units: tokens [B, T] -> logits [B, classes].
 at::Tensor forward_in_units(ModelImpl& model, UnitRunner& runner, const ModelConfig& config, const at::Tensor& tokens);
 
-/// Calls and payload bytes of one step, from the configuration alone. `elements`: of each unit when it is whole, padding
-/// included; `gather_bytes`, `reduce_bytes`: of one element in the all-gathers and in the reduce-scatters.
-std::vector<CallPrediction> predict_unit_calls(const std::vector<int64_t>& elements, ShardStrategy strategy,
+/// Calls and payload bytes of one step, from the configuration alone. `gather_bytes`, `reduce_bytes`: of one element in the all-gathers and in the reduce-scatters.
+std::vector<CallPrediction> predict_unit_calls(const std::vector<UnitSize>& units, ShardStrategy strategy,
                                                int64_t accumulate, int64_t gather_bytes, int64_t reduce_bytes);
 
 }  // namespace mgp

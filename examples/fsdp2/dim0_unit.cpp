@@ -40,13 +40,20 @@ Dim0Unit::Dim0Unit(UnitParameters parameters, Communicator& group, Communicator*
       compute_(compute) {
   const at::NoGradGuard no_grad;
   const auto on_device = at::TensorOptions().device(group_.device());
+  // What is trained lies in front: frozen parameters travel with the all-gather and not with the reduce-scatter.
+  for (size_t p = 0; p < whole_.shapes.size(); ++p) {
+    if (whole_.tensors[p].requires_grad()) trained_ += block_numel(whole_.shapes[p], ranks_);
+  }
+  int64_t next_trained = 0;
+  length_ = trained_;
   for (size_t p = 0; p < whole_.shapes.size(); ++p) {
     const ParameterShape& shape = whole_.shapes[p];
     Cut cut;
     cut.block = block_numel(shape, ranks_);
-    cut.offset = length_;
+    int64_t& next = whole_.tensors[p].requires_grad() ? next_trained : length_;
+    cut.offset = next;
+    next += cut.block;
     cut.rows = row_range(shape.shape.front(), rank_, ranks_);
-    length_ += cut.block;
     if (cut.rows.count > 0) {
       std::vector<int64_t> local = shape.shape;
       local.front() = cut.rows.count;
@@ -61,9 +68,13 @@ Dim0Unit::Dim0Unit(UnitParameters parameters, Communicator& group, Communicator*
     resize_memory(cut.whole, 0);
     cuts_.push_back(std::move(cut));
   }
-  gradient_ = at::zeros({length_}, on_device.dtype(master));  // [S]
+  gradient_ = at::zeros({trained_}, on_device.dtype(master));  // [R]
   for (const Cut& cut : cuts_) {
     if (!cut.shard.defined()) continue;
+    if (cut.offset >= trained_) {
+      gradients_.emplace_back();
+      continue;
+    }
     gradients_.push_back(gradient_.narrow(0, cut.offset, cut.shard.numel()).view(cut.shard.sizes()));  // [rows, ...]
   }
 }
@@ -108,7 +119,7 @@ void Dim0Unit::free() {
 void Dim0Unit::start_reduce() {
   const at::NoGradGuard no_grad;
   // Zeros, for the padding and for parameters that got no gradient: sums of old memory could be NaN.
-  at::Tensor send = at::zeros({ranks_, length_}, gradient_.options());  // [n, S]
+  at::Tensor send = at::zeros({ranks_, trained_}, gradient_.options());  // [n, R]
   std::vector<at::Tensor> places, rows;
   for (size_t p = 0; p < cuts_.size(); ++p) {
     at::Tensor& gradient = whole_.tensors[p].mutable_grad();

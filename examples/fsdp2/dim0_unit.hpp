@@ -40,7 +40,7 @@ class Dim0Unit : public Unit {
   struct Cut {
     at::Tensor whole;    // [n * block], dtype of the computation; its memory comes and goes
     int64_t block = 0;   // elements of one rank's block
-    int64_t offset = 0;  // of the block in a rank's part of the buffers
+    int64_t offset = 0;  // of the block in a rank's part of the buffers; trained parameters come first
     RowRange rows;       // this rank's
     at::Tensor shard;    // [rows, ...], fp32 or fp64; undefined without rows
   };
@@ -51,8 +51,9 @@ class Dim0Unit : public Unit {
   const at::ScalarType compute_;
   std::vector<Cut> cuts_;
   int64_t length_ = 0;   // S: elements of one rank's part of the buffers, all blocks
+  int64_t trained_ = 0;  // R: those of them that have gradients
   at::Tensor received_;  // [n, S]: from start_gather() to finish_gather()
-  at::Tensor gradient_;  // [S], fp32 or fp64
+  at::Tensor gradient_;  // [R], fp32 or fp64
   Work gather_, reduce_;
 };
 

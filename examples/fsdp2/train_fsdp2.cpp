@@ -75,6 +75,7 @@ int train_fsdp2(int argc, char** argv) {
     app.add_option("--replicas", options.replicas, "HSDP: R copies of the shards, each cut over ranks / R (1)")
         ->group("Options");
     add_inflight_option(app, options);
+    add_freeze_option(app, options);
     add_save_options(app, options);
   });
   if (options.reshard_after_forward != "on" && options.reshard_after_forward != "off") {
@@ -93,11 +94,11 @@ int train_fsdp2(int argc, char** argv) {
   }
   const at::ScalarType master = storage_dtype(options.precision);  // of shards, gradients and moments
   const int64_t shards = options.world / options.replicas;
-  std::vector<int64_t> elements;  // of each unit when it is whole, padding included
-  for (const auto& unit : unit_shapes(options.model)) elements.push_back(Dim0Unit::padded_numel(unit, shards));
-  std::vector<CallPrediction> calls = predict_shard_calls(options, elements);
-  if (options.replicas > 1) calls.push_back(predict_replica_calls(elements, shards, c10::elementSize(master)));
-  const MemoryPattern memory = shard_memory(options, elements, shards);
+  check_frozen(options, /*flat=*/false);
+  const std::vector<UnitSize> sizes = unit_sizes(options, shards, Dim0Unit::padded_numel);
+  std::vector<CallPrediction> calls = predict_shard_calls(options, sizes);
+  if (options.replicas > 1) calls.push_back(predict_replica_calls(sizes, shards, c10::elementSize(master)));
+  const MemoryPattern memory = shard_memory(options, sizes, shards);
   if (const auto code = answer_and_stop(options, launch, memory, calls)) return *code;
   if (options.deterministic) apply_deterministic(options.cuda ? at::kCUDA : at::kCPU);
   limit_threads(launch);
@@ -122,6 +123,7 @@ int train_fsdp2(int argc, char** argv) {
     }
     Communicator& shard_group = groups ? groups->row : world;
     Model model = make_empty_model(options.model, master);  // no values: each rank makes those of its own shards
+    freeze(options, named_parameters(*model));  // --freeze; a frozen parameter is gathered and never reduced
     std::vector<std::unique_ptr<Unit>> units;
     for (UnitParameters& unit : units_of(options.model, named_parameters(*model))) {
       units.push_back(std::make_unique<Dim0Unit>(std::move(unit), shard_group, groups ? &groups->column : nullptr,

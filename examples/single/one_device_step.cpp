@@ -18,6 +18,9 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
   Model model = make_model(options.model, options.seed, device, storage_dtype(precision));
   const bool low_weights = options.low_weights() && precision == options.precision;
   const NamedTensors masters = lower_weights(*model, low_weights ? options.weight_dtype() : storage_dtype(precision));
+  for (auto& [name, parameter] : named_parameters(*model)) {
+    if (options.adamw.is_frozen(name)) parameter.set_requires_grad(false);
+  }
   AdamW optimizer(named_parameters(*model), masters, options.adamw);
   // Whether a step overflows under a large scale hangs on the last bit of a sum. So this run takes a scale that was safe,
   // and leaves out the steps that the other run had to leave out. fp32 beside a low precision is the truth that both are
@@ -61,7 +64,8 @@ TrainingRecord train_on_one_device(const Options& options, at::Device device, Pr
     scaler.unscale(gradients, /*world=*/nullptr);
     if (step == first_step) {
       for (const auto& [name, parameter] : optimizer.parameters()) {
-        record.first_gradients.emplace_back(name, copy_on_cpu(parameter.grad()));
+        record.first_gradients.emplace_back(
+            name, copy_on_cpu(parameter.grad().defined() ? parameter.grad() : at::zeros_like(parameter)));
       }
     }
     const at::Tensor norm = gradient_norm(gradients);
