@@ -82,7 +82,7 @@ std::vector<RowBlock> rows_to_save(const ShardLayout& layout, const ShardKinds& 
   // `count` elements of this rank, from element `first` of the whole parameter on.
   const auto own = [&](size_t kind, size_t p, int64_t first, int64_t count) {
     const auto i = static_cast<size_t>(layout.index_in_mine(p));
-    return (*local[kind])[i].second.detach().flatten().narrow(0, first - layout.mine()[i].first, count);
+    return (*local[kind])[i].second.detach().flatten().narrow(0, first - layout.mine()[i].first, count).contiguous();
   };
 
   at::Tensor all;  // [ranks, longest] bytes

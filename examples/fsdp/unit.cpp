@@ -13,6 +13,11 @@ bool Unit::trained() const {
                      [](const at::Tensor& t) { return t.requires_grad(); });
 }
 
+bool Unit::has_frozen() const {
+  return std::any_of(whole_.tensors.begin(), whole_.tensors.end(),
+                     [](const at::Tensor& t) { return !t.requires_grad(); });
+}
+
 void Unit::hand_out_gradients() {
   for (size_t i = 0; i < shards_.size(); ++i) shards_[i].second.mutable_grad() = gradients_[i];  // frozen: undefined
 }

@@ -61,6 +61,8 @@ class Unit {
 
   /// Whether anything of it is trained. A frozen unit is gathered like the others, and never reduced.
   bool trained() const;
+  /// Whether any of it is not.
+  bool has_frozen() const;
 
  protected:
   explicit Unit(UnitParameters parameters) : whole_(std::move(parameters)) {}

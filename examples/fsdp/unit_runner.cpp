@@ -170,9 +170,9 @@ at::Tensor UnitRunner::forward(size_t index, const std::function<at::Tensor(cons
 
 void UnitRunner::before_backward(size_t index) {
   in_backward_ = true;
-  // No gradient tells when a frozen unit is done. Its backward has passed when that of the unit before it begins.
+  // No gradient tells when a frozen parameter is done. The unit's backward has passed when that of the one before begins.
   const bool frees = strategy_ == ShardStrategy::full || strategy_ == ShardStrategy::grad;
-  if (frees && index + 1 < units_.size() && !units_[index + 1]->trained()) free(index + 1);
+  if (frees && index + 1 < units_.size() && units_[index + 1]->has_frozen()) free(index + 1);
   if (index == 0 && strategy_ == ShardStrategy::full) return;
   start_gather(index);
   prefetch(static_cast<int64_t>(index) - 1, -1);
@@ -184,8 +184,10 @@ void UnitRunner::gradient_ready(size_t unit, size_t parameter) {
   arrived_[unit][parameter] = true;
   if (--states_[unit].missing > 0) return;
   if (last_ && strategy_ != ShardStrategy::optimizer) reduce(unit);
-  // All gradients are there, so nothing of this backward needs the unit's weights any more.
-  if (strategy_ == ShardStrategy::full || strategy_ == ShardStrategy::grad) free(unit);
+  // A weight is used in backward where its gradient is made. All are there: nothing needs the unit any more. But a frozen
+  // weight may still be waiting to pass the gradient on.
+  const bool frees = strategy_ == ShardStrategy::full || strategy_ == ShardStrategy::grad;
+  if (frees && !units_[unit]->has_frozen()) free(unit);
   world_.progress();
 }
 

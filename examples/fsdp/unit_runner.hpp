@@ -94,7 +94,8 @@ class UnitRunner {
 /// The model's forward with its parts as units: tokens [B, T] -> logits [B, classes].
 at::Tensor forward_in_units(ModelImpl& model, UnitRunner& runner, const ModelConfig& config, const at::Tensor& tokens);
 
-/// Calls and payload bytes of one step, from the configuration alone. `gather_bytes`, `reduce_bytes`: of one element in the all-gathers and in the reduce-scatters.
+/// Calls and payload bytes of one step, from the configuration alone. `gather_bytes`, `reduce_bytes`: of one element in the
+/// all-gathers and in the reduce-scatters.
 std::vector<CallPrediction> predict_unit_calls(const std::vector<UnitSize>& units, ShardStrategy strategy,
                                                int64_t accumulate, int64_t gather_bytes, int64_t reduce_bytes);
 
