@@ -29,6 +29,11 @@ def launch(ranks, trainer, args, share=True, environment=None, timeout=400):
     return harness.run_command(command + [str(a) for a in args], environment, timeout)
 
 
+def content(paths):
+    """The bytes of files and of all files in folders."""
+    return [{p.name: p.read_bytes() for p in sorted(path.iterdir())} if path.is_dir() else path.read_bytes() for path in paths]
+
+
 class Gpu(harness.TrainerTest):
     def proved(self, result):
         self.check_code(result, 0)
@@ -208,9 +213,37 @@ class Gpu(harness.TrainerTest):
         for trainer, ranks, args in (("train_fsdp", 2, ["--shard-strategy", "grad"]), ("train_fsdp", 2, ["--shard-strategy", "optimizer"]),
                                      ("train_fsdp", 2, ["--shard-strategy", "none"]), ("train_fsdp2", 4, ["--replicas", "2"]),
                                      ("train_fsdp2", 2, ["--reshard-after-forward", "off"]), ("train_fsdp2", 2, ["--accumulate", "2"]),
-                                     ("train_fsdp", 2, ["--checkpoint-activations"]), ("train_fsdp2", 2, ["--max-inflight", "1"])):
+                                     ("train_fsdp", 2, ["--checkpoint-activations"]), ("train_fsdp2", 2, ["--max-inflight", "1"]),
+                                     ("train_fsdp", 2, ["--freeze", "encoder.layers.1"]),
+                                     ("train_fsdp2", 2, ["--freeze", "embedding,encoder.layers.1.norm1"])):
             with self.subTest(trainer=trainer, args=args):
                 self.proved(launch(ranks, trainer, small + args))
+
+    def test_sharded_fp16_overflow_on_one_rank(self):
+        for trainer, extra in (("train_fsdp", []), ("train_fsdp2", []), ("train_fsdp2", ["--replicas", "2"])):
+            with self.subTest(trainer=trainer, extra=extra):
+                path = self.folder / "m.jsonl"
+                self.proved(launch(4, trainer, TINY + ["--steps", "5", "--batch-size", "2", "--precision", "fp16", "--init-scale", "1024",
+                                                       "--inject", "inf@1,3", "--verify", "--metrics", path, *extra]))
+                steps, _ = harness.metrics(path)
+                self.assertEqual([s["skipped"] for s in steps], [False, False, True, False, False])
+                self.assertEqual([s["loss_scale"] for s in steps], [1024.0] * 3 + [512.0] * 2)
+
+    def test_sharded_async_save_is_the_same_bytes(self):
+        """Copies go through pinned memory while training goes on; both forms, every step, resumed from each."""
+        for trainer in ("train_fsdp", "train_fsdp2"):
+            base = TINY + ["--deterministic", "--batch-size", "4"]
+            files = {}
+            for name, args in (("straight", ["--steps", "6"]), ("async", ["--steps", "6", "--async-save", "--save-every", "1"]),
+                               ("half", ["--steps", "3", "--async-save"])):
+                files[name] = [self.folder / f"{trainer}.{name}.pt", self.folder / f"{trainer}.{name}.dcp"]
+                self.check_code(launch(2, trainer, base + args + ["--save", files[name][0], "--save-sharded", files[name][1]]), 0)
+            self.assertEqual(content(files["straight"]), content(files["async"]))
+            for form in files["half"]:
+                ends = [self.folder / f"{trainer}.{form.suffix}.end.pt", self.folder / f"{trainer}.{form.suffix}.end.dcp"]
+                self.check_code(launch(2, trainer, base + ["--steps", "6", "--load", form, "--async-save", "--save", ends[0],
+                                                           "--save-sharded", ends[1]]), 0)
+                self.assertEqual(content(files["straight"]), content(ends), form)
 
     def test_sharded_memory(self):
         """Predicted within 10 %; what a rank holds between steps within 2 % of 16P/N (fp32: weight, gradient, two moments)."""
