@@ -71,14 +71,17 @@ int train_pipeline_parallel(int argc, char** argv) {
   const PipelinePlan plan = plan_pipeline(options);
   const std::vector<CallPrediction> calls = predict_messages(options);
   const MemoryPattern memory = pipeline_memory(plan);
-  if (!options.environment) say(launch, plan_table(options, plan));
-  if (const auto code = answer_and_stop(options, launch, memory, calls)) return *code;
+  if (const auto code = answer_and_stop(options, launch, memory, calls)) {
+    if (options.predict) say(launch, plan_table(options, plan));
+    return *code;
+  }
   if (options.deterministic) apply_deterministic(options.cuda ? at::kCUDA : at::kCPU);
   limit_threads(launch);
   const at::Device device = claim_device(launch, options.device);
   apply_precision(options.precision);
   Communicator world = Communicator::connect(launch, device, options.comm());  // NCCL or MPI, all ranks
   Run run(options, launch, device, &world, memory, calls);
+  say(launch, plan_table(options, plan));
 
   {  // Everything of the training lives in this block, so that the proof in step 8 has the memory to itself.
 

@@ -26,6 +26,9 @@ FAULTS = {
     "fsdp2_last_rows_lost": (2, ["--classes", "7"]),
     "fsdp2_replicas_not_summed": (2, ["--replicas", "2"]),
     "fsdp2_replicas_counted_twice": (4, ["--replicas", "2", "--clip-norm", "0.05"]),
+    "pipeline_loss_mean_of_means": (2, ["--micro-batches", "3"]),  # 2 + 1 + 1 rows
+    "pipeline_gradient_lost": (2, ["--micro-batches", "3"]),
+    "pipeline_norm_without_a_stage": (2, ["--micro-batches", "2", "--clip-norm", "0.05"]),
     "single_accumulation_not_scaled": (1, ["--accumulate", "2"]),
 }
 
@@ -47,5 +50,6 @@ class Planted(harness.TrainerTest):
 
 
 if __name__ == "__main__":
-    harness.require("train_single", "train_ddp", "train_fsdp", "train_fsdp2", *(f"planted/{name}" for name in FAULTS), mpi=True)
+    harness.require("train_single", "train_ddp", "train_fsdp", "train_fsdp2", "train_pipeline_parallel",
+                    *(f"planted/{name}" for name in FAULTS), mpi=True)
     unittest.main(verbosity=2)
