@@ -107,7 +107,8 @@ class Pipeline(harness.TrainerTest):
             (2, ["--layers", "1"], ("2 stages", "1 layer", "--layers")),
         ):
             with self.subTest(args=args):
-                result = harness.run(TRAINER, FOUR + args, ranks, timeout=60)
+                result = harness.run(TRAINER, ([] if "--layers" in args else ["--layers", "4"]) + ["--batch-size", "8"] + args,
+                                     ranks, timeout=60)
                 self.check_refused(result, *needles)
                 self.assertEqual(result.out.split("-----")[0], "", "nothing was started")
 
