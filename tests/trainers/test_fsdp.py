@@ -212,13 +212,16 @@ class Sharded(harness.TrainerTest):
             self.assertEqual(straight.read_bytes(), resumed.read_bytes())
 
     def test_killed_while_saving(self):
-        """Trial B33: whatever the moment, the last complete checkpoint loads, and its step never goes back."""
+        """Trial B33: whatever the moment, the last complete checkpoint loads, and its step never goes back.
+
+        Each kill costs a start of two ranks, so 8 of them in the suite; MGP_KILLS=50 for the whole trial.
+        """
         folder = self.folder / "s"
         command = harness.mpirun_command(2) + [harness.binary("train_fsdp2"), "--device", "cpu", "--preset", "tiny", "--layers", "2",
                                                "--batch-size", "1", "--steps", "100000", "--save-sharded", str(folder), "--save-every",
                                                "1", "--resume", "--log-every", "1"]
         last = 0
-        for attempt in range(8):
+        for attempt in range(int(os.environ.get("MGP_KILLS", 8))):
             process = subprocess.Popen(command, env=harness.clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                        text=True, start_new_session=True)
             lines = []
@@ -226,7 +229,7 @@ class Sharded(harness.TrainerTest):
                 line = process.stdout.readline()
                 self.assertTrue(line, "".join(lines))
                 lines.append(line)
-            time.sleep(0.017 * attempt)  # somewhere within a save and a step
+            time.sleep(0.017 * (attempt % 12))  # somewhere within a save and a step
             os.killpg(process.pid, signal.SIGKILL)
             subprocess.run(["pkill", "-9", "-f", str(folder)], check=False)
             process.communicate()
