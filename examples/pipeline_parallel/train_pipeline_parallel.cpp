@@ -128,6 +128,8 @@ int train_pipeline_parallel(int argc, char** argv) {
           batches[static_cast<size_t>(m)] = data.rows(step, pass_rows.part(m, micro_batches));
         }
 
+        run.phase("wait");  // all stages end "data" here, so that --pace can halt: later ones wait for each other
+
         // The schedule says what comes next. Nothing here knows whether it is GPipe or 1F1B.
         std::vector<InFlight> in_flight(static_cast<size_t>(micro_batches));
         for (const Action& action : schedule) {

@@ -1,9 +1,12 @@
 """train_pipeline_parallel: equal to one device at every number of stages and microbatches; checkpoints, ledger, usage."""
 
+import json
 import pathlib
 import re
 import sys
 import unittest
+
+import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import harness
@@ -64,10 +67,23 @@ class Pipeline(harness.TrainerTest):
 
     def test_initial_values_are_those_of_one_device(self):
         """Trial B57: a stage makes its own layers of the one model."""
-        single = harness.parameter_hash(self.trained("train_single", 1, "--steps", "0", "--save", self.folder / "a.pt"))
+        one, staged = self.folder / "one.pt", self.folder / "staged.pt"
+        self.trained("train_single", 1, "--steps", "0", "--save", one)
         for ranks in (2, 3):
-            staged = self.trained(TRAINER, ranks, "--steps", "0", "--save", self.folder / "b.pt")
-            self.assertEqual(harness.parameter_hash(staged), single)
+            self.trained(TRAINER, ranks, "--steps", "0", "--save", staged)
+            values, others = (torch.load(file, weights_only=True)["model"] for file in (one, staged))
+            self.assertEqual(list(values), list(others))
+            self.assertTrue(all(torch.equal(values[name], others[name]) for name in values))
+
+    def test_pace_halts_where_all_stages_are(self):
+        out = self.trained(TRAINER, 3, "--steps", "1", "--pace", "data,exchange,optimizer=0.01").out
+        for phase in ("data", "exchange", "optimizer"):
+            self.assertIn(f"halt after {phase} of step 1", out)
+
+    def test_a_stage_that_dies_takes_the_others_with_it(self):
+        result = harness.run(TRAINER, FOUR + ["--steps", "6", "--inject", "exit@1,2", "--comm-timeout", "20"], 3, timeout=60)
+        self.check_code(result, 1)
+        self.assertIn("rank 1", result.err)
 
     def test_checkpoints_go_from_trainer_to_trainer(self):
         file, other = self.folder / "p.pt", self.folder / "q.pt"
@@ -130,7 +146,6 @@ class Pipeline(harness.TrainerTest):
             self.assertGreater(float(measured), 0.0)
 
     def test_trace(self):
-        import json
         file = self.folder / "trace.json"
         self.trained(TRAINER, 2, "--steps", "2", "--trace", file, "--schedule", "1f1b")
         events = json.loads(file.read_text())["traceEvents"]
