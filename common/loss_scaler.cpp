@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "common/communicator.hpp"
 
 namespace mgp {
@@ -21,7 +23,18 @@ void LossScaler::unscale(std::vector<at::Tensor> gradients, Communicator* world)
   const at::NoGradGuard no_grad;
   found_inf_.zero_();
   const at::Tensor inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);  // [], as GradScaler rounds it
-  if (!gradients.empty()) at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_inf_, inverse);
+  // One call for each device: the kernel takes tensors of one. A model that is cut has gradients on several, and then the
+  // inverse goes there and the flag comes back, as in PyTorch's GradScaler.
+  while (!gradients.empty()) {
+    const at::Device device = gradients.front().device();
+    const auto others = std::stable_partition(gradients.begin(), gradients.end(),
+                                              [&](const at::Tensor& gradient) { return gradient.device() == device; });
+    std::vector<at::Tensor> here(gradients.begin(), others);
+    gradients.erase(gradients.begin(), others);
+    at::Tensor found = device == found_inf_.device() ? found_inf_ : at::zeros({}, found_inf_.options().device(device));
+    at::_amp_foreach_non_finite_check_and_unscale_(here, found, inverse.to(device));
+    if (!found.is_same(found_inf_)) found_inf_.copy_(at::maximum(found_inf_, found.to(found_inf_.device())));
+  }
   // The wait is on the device: what follows in this stream sees the maximum, never a value that is still on its way
   // (trial B15).
   if (world != nullptr) world->all_reduce(found_inf_, ReduceOp::max, {"found_inf", Purpose::bookkeeping}).wait();

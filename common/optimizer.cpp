@@ -40,8 +40,6 @@ AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const 
       masters_(masters),
       has_masters_(!masters.empty() && !masters.front().second.is_same(parameters.front().second)),
       options_(options) {
-  Group decayed{options.weight_decay, {}, {}, {}, {}, {}};
-  Group plain{0.0, {}, {}, {}, {}, {}};
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, parameter] = parameters_[i];
     const at::Tensor& master = masters_[i].second;
@@ -57,16 +55,21 @@ AdamW::AdamW(const NamedTensors& parameters, const NamedTensors& masters, const 
       frozen_.masters.push_back(master);
       continue;
     }
-    Group& group = has_weight_decay(name, dims[i]) ? decayed : plain;
+    Group& group = group_of(has_weight_decay(name, dims[i]) ? options.weight_decay : 0.0, master.device());
     group.parameters.push_back(parameter);
     group.masters.push_back(master);
     group.exp_avg.push_back(exp_avg_.back());
     group.exp_avg_sq.push_back(exp_avg_sq_.back());
     group.steps.push_back(steps_.back());
   }
-  for (Group* group : {&decayed, &plain}) {
-    if (!group->parameters.empty()) groups_.push_back(std::move(*group));
+}
+
+AdamW::Group& AdamW::group_of(double weight_decay, at::Device device) {
+  for (Group& group : groups_) {
+    if (group.weight_decay == weight_decay && group.masters.front().device() == device) return group;
   }
+  groups_.push_back({weight_decay, {}, {}, {}, {}, {}});
+  return groups_.back();
 }
 
 LearningRate::LearningRate(at::Device device, bool on_device) {
@@ -84,8 +87,9 @@ void AdamW::step(const LearningRate& lr, const at::Tensor& found_inf) {
   if (masters_.empty()) return;  // a rank may hold no piece at all
   const bool is_double = masters_.front().second.scalar_type() == at::kDouble;
   const double number = is_double ? lr.value() : static_cast<float>(lr.value());
-  const std::optional<at::Tensor> skip = found_inf.defined() ? std::optional<at::Tensor>(found_inf) : std::nullopt;
   for (Group& group : groups_) {
+    std::optional<at::Tensor> skip;
+    if (found_inf.defined()) skip = found_inf.to(group.masters.front().device());  // the same tensor where it is there
     std::vector<at::Tensor> gradients;
     gradients.reserve(group.parameters.size());
     for (size_t i = 0; i < group.parameters.size(); ++i) {
@@ -100,8 +104,8 @@ void AdamW::step(const LearningRate& lr, const at::Tensor& found_inf) {
     };
     lr.on_device().defined() ? adamw(lr.on_device()) : adamw(number);
     // A skipped step does not count: bias correction would be wrong from then on.
-    if (found_inf.defined()) {
-      at::_foreach_sub_(group.steps, std::vector<at::Tensor>(group.steps.size(), found_inf));
+    if (skip) {
+      at::_foreach_sub_(group.steps, std::vector<at::Tensor>(group.steps.size(), *skip));
     }
   }
   if (!has_masters_) return;

@@ -36,7 +36,8 @@ class LearningRate {
 };
 
 /// AdamW (Loshchilov, Hutter, arXiv 1711.05101) over at::_fused_adamw_: one multi-tensor kernel per group and chunk
-/// instead of about ten kernels per parameter. Two groups: with weight decay (has_weight_decay) and without.
+/// instead of about ten kernels per parameter. Two groups for each device that holds parameters: with weight decay
+/// (has_weight_decay) and without. The kernel takes tensors of one device; only a model that is cut has several.
 class AdamW {
  public:
   AdamW(const NamedTensors& parameters, const AdamWOptions& options);
@@ -81,6 +82,7 @@ class AdamW {
     double weight_decay;
     std::vector<at::Tensor> parameters, masters, exp_avg, exp_avg_sq, steps;
   };
+  Group& group_of(double weight_decay, at::Device device);
   NamedTensors parameters_, masters_;
   bool has_masters_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_, steps_;  // in registration order

@@ -95,6 +95,7 @@ double wire_bytes(const std::string& call, double payload, int ranks) {
   const double n = ranks;
   if (call == "all_reduce") return payload * 2.0 * (n - 1) / n;
   if (call == "all_gather" || call == "reduce_scatter") return payload * (n - 1) / n;
+  if (call == "copy") return payload;  // between the devices of one process
   return ranks > 1 ? payload : 0.0;
 }
 

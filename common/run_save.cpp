@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <cstdio>
+#include <set>
 
 #include "common/error.hpp"
 #include "common/run_state.hpp"
@@ -75,7 +76,10 @@ void Run::State::begin_save(int64_t step, const AdamW& optimizer, const Training
   if (options.save) {
     save->full = layout != nullptr ? host_copy_of_pieces(options.model, optimizer, training, *layout)
                                    : host_copy_of(options.model, optimizer, training);
-    save->copied = Moment::record(device);
+    std::set<std::string> marked;
+    for (const auto& [name, tensor] : optimizer.masters()) {
+      if (marked.insert(tensor.device().str()).second) save->copied.push_back(Moment::record(tensor.device()));
+    }
   }
   if (options.save_sharded && layout != nullptr) {
     try {
@@ -88,7 +92,7 @@ void Run::State::begin_save(int64_t step, const AdamW& optimizer, const Training
   save->writer = std::async(std::launch::async, [&of = *save, full, path = options.save.value_or("")] {
     if (full) {
       try {
-        of.copied.synchronize();
+        for (const Moment& mark : of.copied) mark.synchronize();
         write_full_state(path, of.full);
       } catch (const std::exception& error) {
         of.full_error = error.what();

@@ -25,8 +25,8 @@ inline constexpr int64_t kProfiledSteps = 3;
 /// A checkpoint that is being written while training goes on (--async-save).
 struct SaveUnderWay {
   int64_t step = 0;
-  FullState full;  // rank 0's copy, with --save
-  Moment copied;   // it is in host memory
+  FullState full;              // rank 0's copy, with --save
+  std::vector<Moment> copied;  // it is in host memory: a mark on each device that holds parameters
   std::string full_error;
   std::optional<ShardedSave> sharded;
   std::future<void> writer;  // joined when this goes

@@ -1,0 +1,146 @@
+#include "examples/model_parallel/predict_model_parallel.hpp"
+
+#include <c10/core/DeviceGuard.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "common/device.hpp"
+#include "common/error.hpp"
+#include "common/text.hpp"
+
+namespace mgp {
+namespace {
+
+int64_t elements_of(const std::vector<ParameterShape>& shapes) {
+  int64_t elements = 0;
+  for (const ParameterShape& shape : shapes) elements += shape.numel();
+  return elements;
+}
+
+/// Rows of the largest backward pass.
+int64_t largest_rows(const Options& o) { return (o.batch_size + o.accumulate - 1) / o.accumulate; }
+
+std::string holds(const StagePart& part) {
+  std::string text = part.has_embedding ? "embedding, " : "";
+  text += part.layers.count() == 1 ? fmt::format("layer {}", part.layers.first)
+                                   : fmt::format("layers {} to {}", part.layers.first, part.layers.last - 1);
+  return text + (part.has_head ? ", norm, head, loss" : "");
+}
+
+}  // namespace
+
+std::vector<at::Device> distinct_devices(const StageOptions& options) {
+  std::vector<at::Device> distinct;
+  for (const at::Device device : options.devices) {
+    if (std::find(distinct.begin(), distinct.end(), device) == distinct.end()) distinct.push_back(device);
+  }
+  return distinct;
+}
+
+MemoryPrediction predict_device_memory(const StageOptions& o, at::Device device) {
+  int64_t elements = 0, tensors = 0, layers = 0;
+  bool has_embedding = false, has_head = false;
+  for (size_t stage = 0; stage < o.parts.size(); ++stage) {
+    if (o.devices[stage] != device) continue;
+    const std::vector<ParameterShape> shapes = stage_parameter_shapes(o.model, o.parts[stage]);
+    elements += elements_of(shapes);
+    tensors += static_cast<int64_t>(shapes.size());
+    layers += o.parts[stage].layers.count();
+    has_embedding = has_embedding || o.parts[stage].has_embedding;
+    has_head = has_head || o.parts[stage].has_head;
+  }
+  const ModelConfig& m = o.model;
+  const int64_t s = bytes_of(storage_dtype(o.precision));
+  const int64_t rows = largest_rows(o);
+  const bool math = o.deterministic || o.precision == Precision::fp64 || !o.cuda;
+  const bool low = o.low_weights();
+  MemoryPrediction memory;
+  memory.parameters = elements * s + (low ? elements * compute_bytes(o.precision) : 0);
+  memory.optimizer = 2 * elements * s + 4 * tensors;
+  memory.workspace = o.cuda ? 2 * (32ll << 20) : 0;  // cuBLAS handles of forward's and backward's thread
+
+  // Kept from forward to backward: of each layer everything, or its input alone; what the head keeps; the tokens.
+  const CastWeights casts = low ? CastWeights{} : cast_weights(m, o.precision);
+  const int64_t stream = residual_stream(m, o.precision, low, rows);
+  int64_t kept = m.checkpoint_activations
+                     ? layers * stream
+                     : layers * (layer_bytes(m, o.precision, math, rows, low) + casts.layers / m.layers);
+  if (has_head) kept += stream + norm_statistics(m, o.precision, low, rows) + casts.outside;
+  if (has_embedding) kept += rows * m.seq_len * 8;
+  const int64_t at_start = kept + recomputation_bytes(m, o.precision, math, rows, low) +
+                           backward_temporaries(m, o.precision, math, low, rows);
+  // The peak is the start of this device's backward, or its end, when all its gradients are there. Where several passes
+  // make a step, the gradients of the first wait through the start of the next.
+  const int64_t gradients = elements * s;
+  const int64_t earlier = o.accumulate == 1 ? 0 : gradients;
+  const bool start_is_peak = at_start + earlier >= 2 * stream + gradients;
+  memory.activations = start_is_peak ? at_start : 2 * stream;
+  memory.gradients = start_is_peak ? earlier : gradients;
+  return memory;
+}
+
+MemoryPattern first_device_memory(const StageOptions& options) {
+  MemoryPattern pattern;
+  pattern.formula = [options](const Options& shared) {
+    StageOptions mine = options;
+    static_cast<Options&>(mine) = shared;  // another batch, other weights: what Run asks "what if" about
+    return predict_device_memory(mine, mine.first_device());
+  };
+  return pattern;
+}
+
+std::vector<CallPrediction> predict_copies(const StageOptions& o) {
+  int64_t crossings = 0;
+  for (size_t stage = 1; stage < o.devices.size(); ++stage)
+    crossings += o.devices[stage] != o.devices[stage - 1] ? 1 : 0;
+  if (crossings == 0) return {};
+  // The rows of a step cross once, in as many pieces as there are passes; the activation forwards, its gradient back.
+  const int64_t bytes = residual_stream(o.model, o.precision, o.low_weights(), o.global_batch_size);
+  const int64_t copies = 2 * crossings * o.accumulate;
+  return {{"copy", copies, copies, 2 * crossings * bytes,
+           fmt::format("2 x B x T x C x {} bytes over {} boundar{} between devices",
+                       stream_bytes(o.precision, o.low_weights()), crossings, crossings == 1 ? "y" : "ies")}};
+}
+
+std::string stage_tables(const StageOptions& o) {
+  std::vector<std::vector<std::string>> stages = {{"stage", "device", "holds", "parameters", "share"}};
+  const double all = static_cast<double>(parameter_count(o.model));
+  for (size_t stage = 0; stage < o.parts.size(); ++stage) {
+    const int64_t elements = elements_of(stage_parameter_shapes(o.model, o.parts[stage]));
+    stages.push_back({std::to_string(stage), o.devices[stage].str(), holds(o.parts[stage]), with_commas(elements),
+                      fmt::format("{:.1f}%", 100.0 * static_cast<double>(elements) / all)});
+  }
+  std::string text = table("stages, one process drives them all", stages, /*head=*/true);
+  const std::vector<at::Device> distinct = distinct_devices(o);
+  if (distinct.size() < o.devices.size()) {
+    text += fmt::format("{} stages on {} device{}: stages that share a device hand over without a copy\n",
+                        o.devices.size(), distinct.size(), distinct.size() == 1 ? "" : "s");
+  }
+  const auto mib = [](int64_t bytes) { return fmt::format("{:.1f}", static_cast<double>(bytes) / (1 << 20)); };
+  std::vector<std::vector<std::string>> rows = {
+      {"device", "parameters", "optimizer", "gradients", "activations", "workspace", "peak"}};
+  for (const at::Device device : distinct) {
+    const MemoryPrediction p = predict_device_memory(o, device);
+    rows.push_back({device.str(), mib(p.parameters), mib(p.optimizer), mib(p.gradients), mib(p.activations),
+                    mib(p.workspace), mib(p.peak())});
+  }
+  return text + table("memory of each device, predicted, MiB", rows, /*head=*/true);
+}
+
+void refuse_if_too_large(const StageOptions& o, const Launch& launch) {
+  for (const at::Device device : distinct_devices(o)) {
+    if (device == o.first_device()) continue;
+    const c10::DeviceGuard guard(device);  // the driver tells of the current device
+    const DeviceFacts facts = describe_device(launch, device, /*threads=*/0);
+    const int64_t peak = predict_device_memory(o, device).peak();
+    if (facts.free_bytes <= 0 || peak <= facts.free_bytes) continue;
+    throw UsageError(
+        fmt::format("{} rows need about {} on {} ({}), which has {} of free memory: a smaller --batch-size, or "
+                    "fewer layers there with --split",
+                    o.batch_size, human_bytes(static_cast<double>(peak)), device.str(), facts.name,
+                    human_bytes(static_cast<double>(facts.free_bytes))));
+  }
+}
+
+}  // namespace mgp
