@@ -86,6 +86,9 @@ class Run {
   /// A unit of sharded training came ("gather") or went ("free"): a place where --pace can halt, and a span of --trace from
   /// the one to the other. On all ranks alike.
   void unit_event(const char* what, const std::string& unit);
+  /// --trace: a piece of work on a row of its own, with marks on `device`, which may be another one than the run's.
+  void span(const std::string& row, const std::string& name, const Moment& began, const Moment& ended,
+            at::Device device);
   /// --inject inf@RANK,STEP: the loss becomes infinite, and with it all gradients; else nothing.
   void inject_inf(int64_t step, at::Tensor& loss) const;
   /// After the exchange and before clipping: keeps the first step's gradients for --verify and --dump-gradients.

@@ -38,6 +38,11 @@ void Run::phase(const char* name) {
   state_->begin_phase(name);
 }
 
+void Run::span(const std::string& row, const std::string& name, const Moment& began, const Moment& ended,
+               at::Device device) {
+  if (state_->trace) state_->trace->span(row, name, began, ended, device);
+}
+
 void Run::State::begin_phase(const std::string& name) {
   phase = name;
   nvtx_push(name.c_str());

@@ -24,9 +24,16 @@ double monotonic_ns() {
 
 // ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Trace::Trace(int rank, at::Device device) : rank_(rank), device_(device), base_(Moment::record(device)) {
-  base_.synchronize();
-  base_ns_ = monotonic_ns();
+Trace::Trace(int rank, at::Device device) : rank_(rank), device_(device) { base_of(device); }
+
+size_t Trace::base_of(at::Device device) {
+  for (size_t i = 0; i < bases_.size(); ++i) {
+    if (bases_[i].device == device) return i;
+  }
+  const Moment mark = Moment::record(device);
+  mark.synchronize();
+  bases_.push_back({device, mark, monotonic_ns()});
+  return bases_.size() - 1;
 }
 
 int64_t Trace::word(const std::string& text) {
@@ -36,21 +43,26 @@ int64_t Trace::word(const std::string& text) {
 }
 
 void Trace::add(const std::string& row, const std::string& name, const Moment& began, const Moment& ended,
-                int64_t bytes, std::vector<PastCall::Message> messages) {
+                int64_t bytes, std::vector<PastCall::Message> messages, at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (static_cast<int64_t>(spans_.size()) >= kSpanLimit) {
     ++dropped_;
     return;
   }
-  spans_.push_back({word(row), word(name), began, ended, 0, 0, bytes, std::move(messages)});
+  spans_.push_back({word(row), word(name), base_of(device), began, ended, 0, 0, bytes, std::move(messages)});
 }
 
 void Trace::span(const std::string& row, const std::string& name, const Moment& began, const Moment& ended) {
-  add(row, name, began, ended, 0, {});
+  add(row, name, began, ended, 0, {}, device_);
+}
+
+void Trace::span(const std::string& row, const std::string& name, const Moment& began, const Moment& ended,
+                 at::Device device) {
+  add(row, name, began, ended, 0, {}, device);
 }
 
 void Trace::communication(const PastCall& call) {
-  add("communication " + call.group, call.description, call.began, call.ended, call.bytes, call.messages);
+  add("communication " + call.group, call.description, call.began, call.ended, call.bytes, call.messages, device_);
 }
 
 void Trace::counter(const std::string& track, const Moment& at, double value) {
@@ -59,8 +71,8 @@ void Trace::counter(const std::string& track, const Moment& at, double value) {
   if (static_cast<int64_t>(values_.size()) < kSpanLimit) values_.push_back({word(track), at, 0, value});
 }
 
-int64_t Trace::nanoseconds(const Moment& mark) const {
-  return std::llround(base_ns_ + 1e6 * Moment::milliseconds(base_, mark));
+int64_t Trace::nanoseconds(const Base& base, const Moment& mark) {
+  return std::llround(base.ns + 1e6 * Moment::milliseconds(base.mark, mark));
 }
 
 void Trace::resolve() {
@@ -71,20 +83,22 @@ void Trace::resolve() {
 void Trace::resolve_locked() {
   for (; resolved_ < spans_.size(); ++resolved_) {
     Span& span = spans_[resolved_];
-    span.began_ns = nanoseconds(span.began);
+    span.began_ns = nanoseconds(bases_[span.base], span.began);
     // Two streams: the host may have queued the end before the begin was reached. No span ends before it begins.
-    span.ended_ns = std::max(span.began_ns, nanoseconds(span.ended));
+    span.ended_ns = std::max(span.began_ns, nanoseconds(bases_[span.base], span.ended));
     span.began = span.ended = Moment();  // a CUDA event each
   }
   for (; resolved_values_ < values_.size(); ++resolved_values_) {
     Value& value = values_[resolved_values_];
-    value.at_ns = nanoseconds(value.at);
+    value.at_ns = nanoseconds(bases_.front(), value.at);
     value.at = Moment();
   }
   // CUDA tells differences as fp32 milliseconds: after 100 s their last bit is 8 us. So they are taken from near by.
-  const Moment now = Moment::record(device_);
-  base_ns_ += 1e6 * Moment::milliseconds(base_, now);
-  base_ = now;
+  for (Base& base : bases_) {
+    const Moment now = Moment::record(base.device);
+    base.ns += 1e6 * Moment::milliseconds(base.mark, now);
+    base.mark = now;
+  }
 }
 
 std::string Trace::serialize() {

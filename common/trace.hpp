@@ -31,6 +31,9 @@ class Trace {
 
   /// A piece of work on a row. The marks may still be ahead of the device.
   void span(const std::string& row, const std::string& name, const Moment& began, const Moment& ended);
+  /// The same with marks on another device of this process (model parallel). Its first span waits for that device once.
+  void span(const std::string& row, const std::string& name, const Moment& began, const Moment& ended,
+            at::Device device);
   /// A call on the wire, on the row of its communicator.
   void communication(const PastCall& call);
   /// A number that holds from `at` until the next one of its track.
@@ -44,8 +47,15 @@ class Trace {
   std::string serialize();
 
  private:
+  /// Marks are compared on one device alone, so each device has a mark whose time is known.
+  struct Base {
+    at::Device device;
+    Moment mark;
+    double ns = 0;  // its time on the host's monotonic clock
+  };
   struct Span {
     int64_t row = 0, name = 0;  // indices into words_
+    size_t base = 0;            // index into bases_
     Moment began, ended;        // until resolve()
     int64_t began_ns = 0, ended_ns = 0, bytes = 0;
     std::vector<PastCall::Message> messages;
@@ -58,16 +68,16 @@ class Trace {
   };
   int64_t word(const std::string& text);
   void add(const std::string& row, const std::string& name, const Moment& began, const Moment& ended, int64_t bytes,
-           std::vector<PastCall::Message> messages);
+           std::vector<PastCall::Message> messages, at::Device device);
+  size_t base_of(at::Device device);
   void resolve_locked();
-  int64_t nanoseconds(const Moment& mark) const;
+  static int64_t nanoseconds(const Base& base, const Moment& mark);
 
   std::mutex mutex_;
   const int rank_;
   const at::Device device_;
-  Moment base_;          // a mark on the device
-  double base_ns_ = 0;   // its time on the host's monotonic clock
-  size_t resolved_ = 0;  // of spans_
+  std::vector<Base> bases_;  // that of device_ is the first
+  size_t resolved_ = 0;      // of spans_
   size_t resolved_values_ = 0;
   std::vector<std::string> words_;
   std::map<std::string, int64_t> index_of_;

@@ -128,11 +128,31 @@ std::string stage_tables(const StageOptions& o) {
   return text + table("memory of each device, predicted, MiB", rows, /*head=*/true);
 }
 
-void refuse_if_too_large(const StageOptions& o, const Launch& launch) {
+namespace {
+
+std::vector<std::pair<at::Device, DeviceFacts>> facts_after_the_first(const StageOptions& o, const Launch& launch) {
+  std::vector<std::pair<at::Device, DeviceFacts>> all;
   for (const at::Device device : distinct_devices(o)) {
     if (device == o.first_device()) continue;
     const c10::DeviceGuard guard(device);  // the driver tells of the current device
-    const DeviceFacts facts = describe_device(launch, device, /*threads=*/0);
+    all.emplace_back(device, describe_device(launch, device, /*threads=*/0));
+  }
+  return all;
+}
+
+}  // namespace
+
+std::string other_devices(const StageOptions& options, const Launch& launch) {
+  std::vector<std::vector<std::string>> rows = {{"device", "nvidia-smi", "uuid", "name", "memory"}};
+  for (const auto& [device, facts] : facts_after_the_first(options, launch)) {
+    rows.push_back({facts.device, facts.physical >= 0 ? fmt::format("GPU {}", facts.physical) : "-", facts.uuid,
+                    facts.name, human_bytes(static_cast<double>(facts.total_bytes))});
+  }
+  return rows.size() == 1 ? "" : table("further devices of this process", rows, /*head=*/true);
+}
+
+void refuse_if_too_large(const StageOptions& o, const Launch& launch) {
+  for (const auto& [device, facts] : facts_after_the_first(o, launch)) {
     const int64_t peak = predict_device_memory(o, device).peak();
     if (facts.free_bytes <= 0 || peak <= facts.free_bytes) continue;
     throw UsageError(

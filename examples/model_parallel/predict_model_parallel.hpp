@@ -24,6 +24,9 @@ std::vector<CallPrediction> predict_copies(const StageOptions& options);
 /// What each stage holds and where, then the predicted memory of every device.
 std::string stage_tables(const StageOptions& options);
 
+/// Facts of the devices after the first, which the banner does not know; empty if there is one alone.
+std::string other_devices(const StageOptions& options, const Launch& launch);
+
 /// Throws UsageError if the prediction of a device after the first exceeds its free memory (Run judges the first), with
 /// the split and the batch as what can be changed.
 void refuse_if_too_large(const StageOptions& options, const Launch& launch);

@@ -29,7 +29,14 @@ void StageClock::copied(int64_t bytes) {
   copied_bytes_ += bytes;
 }
 
-void StageClock::step_ended() {
+void StageClock::step_ended(Run* run) {
+  constexpr const char* kNames[] = {"forward", "backward", "optimizer"};
+  for (size_t stage = 0; run != nullptr && stage < devices_.size(); ++stage) {
+    const std::string row = fmt::format("stage {} on {}", stage, devices_[stage].str());
+    for (const Work& work : open_.work[stage]) {
+      if (work.ended.valid()) run->span(row, kNames[work.phase], work.began, work.ended, devices_[stage]);
+    }
+  }
   for (const at::Device device : devices_) open_.ended.push_back(Moment::record(device));
   unread_.push_back(std::move(open_));
   open_ = {};

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "common/run.hpp"
 #include "common/timing.hpp"
 
 namespace mgp {
@@ -28,8 +29,9 @@ class StageClock {
   void end(size_t stage);
   /// A copy to another device was queued.
   void copied(int64_t bytes);
-  /// Ends the step on all devices, and reads earlier steps whose marks have passed: never waits.
-  void step_ended();
+  /// Ends the step on all devices, draws it in the trace of `run` (null: nowhere), a row a stage, and reads earlier
+  /// steps whose marks have passed: never waits.
+  void step_ended(Run* run);
 
   int64_t copies() const { return copies_; }
   int64_t copied_bytes() const { return copied_bytes_; }

@@ -16,7 +16,7 @@
 // Watch     nvidia-smi: memory on all devices, utilisation wanders from one to the next and back. Add a stage: memory per
 //           device falls, the step does not get faster.
 // Prints    as train_single; what each stage holds, memory of each device; copies predicted and counted; busy time and
-//           gap of each stage.
+//           gap of each stage, which --trace draws.
 // Read      this file -> common/stage_model.cpp (a part of the model) -> stage_clock.cpp (busy and gap).
 
 #include <ATen/Context.h>
@@ -70,11 +70,17 @@ void seed_dropout(const StageOptions& options, int64_t step) {
   }
 }
 
+/// Bytes that `steps` steps copy between devices.
+int64_t predicted_bytes(const StageOptions& options, int64_t steps) {
+  const std::vector<CallPrediction> predicted = predict_copies(options);
+  return predicted.empty() ? 0 : predicted.front().payload_bytes * steps;
+}
+
 /// What was copied beside what was predicted, and the peak of each device.
 std::string device_report(const StageOptions& options, const StageClock& clock) {
   const std::vector<CallPrediction> predicted = predict_copies(options);
   const int64_t calls = predicted.empty() ? 0 : predicted.front().calls * clock.steps();
-  const int64_t bytes = predicted.empty() ? 0 : predicted.front().payload_bytes * clock.steps();
+  const int64_t bytes = predicted_bytes(options, clock.steps());
   std::string text =
       fmt::format("copies between devices in {} steps: predicted {} with {} bytes, measured {} with {}: {}\n",
                   clock.steps(), calls, with_commas(bytes), clock.copies(), with_commas(clock.copied_bytes()),
@@ -112,8 +118,9 @@ int train_model_parallel(int argc, char** argv) {
   refuse_if_too_large(options, launch);
   apply_precision(options.precision);
   Run run(options, launch, first, /*world=*/nullptr, memory, copies);
-  say(launch, stage_tables(options));
+  say(launch, other_devices(options, launch) + stage_tables(options));
 
+  int64_t bytes_off = 0;  // copied between devices, measured less predicted
   {  // Everything of the training lives in this block, so that the proof in step 8 has the memory to itself.
     StageClock clock(options.devices, options.warmup_steps);
 
@@ -210,7 +217,7 @@ int train_model_parallel(int argc, char** argv) {
       optimizer.step(run.learning_rate(step), scaler.found_inf());
       for (size_t s = 0; s < stages.size(); ++s) clock.end(s);
       scaler.update();
-      clock.step_ended();
+      clock.step_ended(&run);
 
       run.after_step(step, loss_sum.to(first), norm, scaler);
       run.save_if_due(step, optimizer, scaler);
@@ -220,10 +227,16 @@ int train_model_parallel(int argc, char** argv) {
     run.save_final(optimizer, scaler);
     run.training_ended(optimizer.masters());
     say(launch, clock.report() + device_report(options, clock));
+    bytes_off = clock.copied_bytes() - predicted_bytes(options, clock.steps());
   }
 
   // 8 ── report and verdict ───────────────────────────────────────────────────────────────────────────────────────────
-  return run.finish([&](const TrainingRecord& record) { return compare_with_one_device(options, record, first); });
+  return run.finish([&](const TrainingRecord& record) {
+    Verdict verdict = compare_with_one_device(options, record, first);
+    verdict.checks.push_back({"bytes copied between devices, against the prediction",
+                              static_cast<double>(std::abs(bytes_off)), /*limit=*/0.5});
+    return verdict;
+  });
 }
 
 }  // namespace mgp

@@ -9,6 +9,7 @@ import harness
 from harness import TINY
 
 # What each fault needs to show itself: ranks and flags. Every patch must be listed here.
+TRAINERS = ("train_single", "train_ddp", "train_fsdp", "train_fsdp2", "train_model_parallel", "train_pipeline_parallel")
 FAULTS = {
     "ddp_bucket_never_reduced": (2, ["--bucket-mb", "0.1"]),
     "ddp_doubled_by_world_size": (2, []),
@@ -26,6 +27,10 @@ FAULTS = {
     "fsdp2_last_rows_lost": (2, ["--classes", "7"]),
     "fsdp2_replicas_not_summed": (2, ["--replicas", "2"]),
     "fsdp2_replicas_counted_twice": (4, ["--replicas", "2", "--clip-norm", "0.05"]),
+    "model_parallel_copy_without_gradients": (1, []),
+    "model_parallel_gradient_twice": (1, []),
+    "model_parallel_layer_left_out": (1, []),
+    "model_parallel_local_norm": (1, ["--clip-norm", "0.05"]),
     "pipeline_loss_mean_of_means": (2, ["--micro-batches", "3"]),  # 2 + 1 + 1 rows
     "pipeline_gradient_lost": (2, ["--micro-batches", "3"]),
     "pipeline_norm_without_a_stage": (2, ["--micro-batches", "2", "--clip-norm", "0.05"]),
@@ -50,6 +55,5 @@ class Planted(harness.TrainerTest):
 
 
 if __name__ == "__main__":
-    harness.require("train_single", "train_ddp", "train_fsdp", "train_fsdp2", "train_pipeline_parallel",
-                    *(f"planted/{name}" for name in FAULTS), mpi=True)
+    harness.require(*TRAINERS, *(f"planted/{name}" for name in FAULTS), mpi=True)
     unittest.main(verbosity=2)
