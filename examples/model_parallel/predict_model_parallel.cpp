@@ -72,11 +72,22 @@ MemoryPrediction predict_device_memory(const StageOptions& o, at::Device device)
                            backward_temporaries(m, o.precision, math, low, rows);
   // The peak is the start of this device's backward, or its end, when all its gradients are there. Where several passes
   // make a step, the gradients of the first wait through the start of the next.
-  const int64_t gradients = elements * s;
-  const int64_t earlier = o.accumulate == 1 ? 0 : gradients;
-  const bool start_is_peak = at_start + earlier >= 2 * stream + gradients;
-  memory.activations = start_is_peak ? at_start : 2 * stream;
-  memory.gradients = start_is_peak ? earlier : gradients;
+  struct Need {
+    int64_t activations, gradients;
+    int64_t total() const { return activations + gradients; }
+  };
+  std::vector<Need> moments = {{at_start, o.accumulate == 1 ? 0 : elements * s}, {2 * stream, elements * s}};
+  // With checkpointing also the second run of this device's first layer, when only its own gradients and those of the
+  // tables are still to come.
+  if (m.checkpoint_activations && o.accumulate == 1) {
+    const int64_t tables = has_embedding ? (m.vocab_size + m.seq_len) * m.dim : 0;
+    moments.push_back(
+        {at_start - (layers - 1) * stream, (elements - layer_parameters(m) - tables) * stream_bytes(o.precision, low)});
+  }
+  const Need peak = *std::max_element(moments.begin(), moments.end(),
+                                      [](const Need& a, const Need& b) { return a.total() < b.total(); });
+  memory.activations = peak.activations;
+  memory.gradients = peak.gradients;
   return memory;
 }
 
