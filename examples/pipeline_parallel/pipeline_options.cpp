@@ -98,6 +98,17 @@ MemoryPrediction predict_stage(const Options& o, const PipelinePlan& plan, size_
     memory.activations = kept * one + temporaries;
     memory.gradients = first_gradients;
   }
+  if (m.checkpoint_activations && first_gradients == 0) {
+    // As in predict.cpp: layer by layer backward lets one input go and leaves one layer's gradients, so the second run of
+    // the first layer may need most. Its own gradients are not there yet, nor the embedding's.
+    const int64_t outside = part.has_embedding ? (m.vocab_size + m.seq_len) * m.dim : 0;
+    const int64_t gradients = (elements - layer_parameters(m) - outside) * stream_bytes(o.precision, low);
+    const int64_t activations = kept * one + temporaries - (layers - 1) * stream;
+    if (activations + gradients > memory.activations + memory.gradients) {
+      memory.activations = activations;
+      memory.gradients = gradients;
+    }
+  }
   if (memory.activations + memory.gradients < 2 * stream + stored) {  // the end of the last backward
     memory.activations = 2 * stream;
     memory.gradients = stored;

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "common/error.hpp"
+#include "examples/pipeline_parallel/pipeline_options.hpp"
 
 namespace mgp {
 namespace {
@@ -130,6 +131,58 @@ TEST(Schedule, Table) {
             "stage 0  F0 F1 .  .  B0 B0 .  B1 B1   keeps 2\n"
             "stage 1  .  F0 B0 B0 F1 B1 B1 .  .   keeps 1\n"
             "idle share 33.3 % ((p-1)/(m+p-1): 33.3 %), messages a step 4 (2(p-1)m)\n");
+}
+
+PipelineOptions base_on_gpus(int64_t rows, int world, int64_t micro_batches) {
+  PipelineOptions options;
+  options.preset = "base";
+  options.model = preset_config("base", ModelKind::classifier);
+  options.batch_size = options.global_batch_size = rows;
+  options.world = world;
+  options.model_ranks = world;
+  options.micro_batches = micro_batches;
+  options.cuda = true;
+  return options;
+}
+
+TEST(PipelineMemory, OneStageWithOneMicrobatchNeedsWhatTheWholeModelNeeds) {
+  for (const Precision precision : {Precision::fp32, Precision::bf16, Precision::fp64}) {
+    for (const bool checkpointed : {false, true}) {
+      PipelineOptions options = base_on_gpus(32, 1, 1);
+      options.precision = precision;
+      options.model.checkpoint_activations = checkpointed;
+      const MemoryPrediction stage = predict_memory(options, pipeline_memory(plan_pipeline(options)));
+      const MemoryPrediction whole = predict_memory(options, MemoryPattern{});
+      EXPECT_EQ(stage.parameters, whole.parameters);
+      EXPECT_EQ(stage.optimizer, whole.optimizer);
+      EXPECT_EQ(stage.peak(), whole.peak()) << to_string(precision) << checkpointed;
+    }
+  }
+}
+
+TEST(PipelineMemory, OneFOneBKeepsLessThanGpipe) {
+  PipelineOptions options = base_on_gpus(96, 4, 12);
+  const PipelinePlan gpipe = plan_pipeline(options);
+  options.schedule = "1f1b";
+  const PipelinePlan alternating = plan_pipeline(options);
+  int64_t parameters = 0;
+  for (size_t stage = 0; stage < 4; ++stage) {
+    const MemoryPrediction all = predict_stage(options, gpipe, stage), few = predict_stage(options, alternating, stage);
+    EXPECT_LT(few.activations * 2, all.activations) << stage;  // 12 microbatches beside 4, 3, 2, 1
+    parameters += few.parameters;
+  }
+  EXPECT_EQ(parameters, 4 * parameter_count(options.model));  // each on one stage, 4 bytes
+}
+
+TEST(PipelineMessages, BytesOfRankZero) {
+  const PipelineOptions options = base_on_gpus(96, 3, 6);
+  const std::vector<CallPrediction> calls = predict_messages(options);
+  ASSERT_EQ(calls.size(), 2U);
+  for (const CallPrediction& call : calls) {
+    EXPECT_EQ(call.calls, 6);
+    EXPECT_EQ(call.payload_bytes, 96 * 256 * 768 * 4);
+  }
+  EXPECT_TRUE(predict_messages(base_on_gpus(96, 1, 6)).empty());
 }
 
 }  // namespace
