@@ -104,6 +104,8 @@ class Run {
   void save_final(const AdamW& optimizer, const LossScaler& scaler, const std::vector<std::string>& bucket_order = {});
   /// Proves that all ranks hold the same parameters (a hash) and keeps them for --verify. Call after the loop.
   void training_ended(const NamedTensors& parameters);
+  /// For trainers with a layout: the same proof for what all ranks hold whole (no parameters: does nothing).
+  void expect_equal_replicas(const NamedTensors& replicas);
   /// With --debug detail: the same proof after each step.
   void expect_equal_ranks(const NamedTensors& parameters);
 

@@ -21,14 +21,25 @@ void Run::expect_equal_ranks(const NamedTensors& parameters) {
   s.world->expect_same("parameters", hash_tensors(tensors));
 }
 
-void Run::State::check_equal(uint64_t hash) {
+void Run::State::check_equal(const std::string& what, uint64_t hash) {
   try {
-    if (world != nullptr) world->expect_same("parameters", hash);  // the ranks may never drift apart
+    if (world != nullptr) world->expect_same(what, hash);  // the ranks may never drift apart
   } catch (const RunError& error) {
     if (!options.verify) throw;
     drifted = error.what();  // the proof goes on and says where the difference began; the verdict is settled
   }
-  report.set_parameter_hash(hash, drifted.empty());
+}
+
+void Run::expect_equal_replicas(const NamedTensors& replicas) {
+  State& s = *state_;
+  if (replicas.empty()) return;
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : replicas) tensors.push_back(tensor);
+  const uint64_t hash = hash_tensors(tensors);
+  s.check_equal("replicated parameters", hash);
+  if (s.launch.world_size == 1 || !s.drifted.empty()) return;
+  say(s.launch, fmt::format("replicated parameters: {} tensors, hash {:016x}, equal on all {} ranks\n", tensors.size(),
+                            hash, s.launch.world_size));
 }
 
 void Run::training_ended(const NamedTensors& parameters) {
@@ -43,7 +54,8 @@ void Run::training_ended(const NamedTensors& parameters) {
   if (s.layout != nullptr) {
     s.report.set_parameter_hash(hash, /*ranks_equal=*/true, /*sharded=*/true);
   } else {
-    s.check_equal(hash);
+    s.check_equal("parameters", hash);
+    s.report.set_parameter_hash(hash, s.drifted.empty());
   }
   if (!s.options.dump_batches.empty() && s.launch.rank == 0) {
     write_safetensors(s.options.dump_batches, s.batches,

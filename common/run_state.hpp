@@ -89,7 +89,8 @@ struct Run::State {
   void inject(int64_t step) const;
   void refuse_if_too_large(const MemoryPattern& pattern) const;
   void flush(int64_t step);
-  void check_equal(uint64_t hash);
+  /// Equal on all ranks, or RunError; with --verify the difference is kept in `drifted`.
+  void check_equal(const std::string& what, uint64_t hash);
   bool stop_asked() const;  ///< by Ctrl-C, on this rank
   void begin_watching();
   void begin_phase(const std::string& name);

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "common/error.hpp"
+
 namespace mgp {
 namespace {
 
@@ -56,6 +58,7 @@ class Fragments {
 std::vector<std::vector<Range>> ranges_to_save(const ShardLayout& layout) {
   std::vector<std::vector<Range>> result;
   for (size_t p = 0; p < layout.parameters().size(); ++p) {
+    if (layout.blocks(p) != 1) throw RunError("rows of " + layout.parameters()[p].name + ": it is not cut by rows");
     const std::vector<Range>& held = layout.ranges(p);
     std::vector<size_t> order(held.size());
     std::iota(order.begin(), order.end(), size_t{0});
