@@ -9,7 +9,8 @@ import harness
 from harness import TINY
 
 # What each fault needs to show itself: ranks and flags. Every patch must be listed here.
-TRAINERS = ("train_single", "train_ddp", "train_fsdp", "train_fsdp2", "train_model_parallel", "train_pipeline_parallel")
+TRAINERS = ("train_single", "train_ddp", "train_fsdp", "train_fsdp2", "train_model_parallel", "train_pipeline_parallel",
+            "train_tensor_parallel")
 FAULTS = {
     "ddp_bucket_never_reduced": (2, ["--bucket-mb", "0.1"]),
     "ddp_doubled_by_world_size": (2, []),
@@ -35,6 +36,9 @@ FAULTS = {
     "pipeline_gradient_lost": (2, ["--micro-batches", "3"]),
     "pipeline_norm_without_a_stage": (2, ["--micro-batches", "2", "--clip-norm", "0.05"]),
     "single_accumulation_not_scaled": (1, ["--accumulate", "2"]),
+    "tensor_parallel_bias_on_every_rank": (2, []),
+    "tensor_parallel_f_without_all_reduce": (2, []),
+    "tensor_parallel_replicas_counted_per_rank": (2, ["--clip-norm", "0.05"]),
 }
 
 
