@@ -10,7 +10,7 @@ from harness import TINY
 
 # What each fault needs to show itself: ranks and flags. Every patch must be listed here.
 TRAINERS = ("train_single", "train_ddp", "train_fsdp", "train_fsdp2", "train_model_parallel", "train_pipeline_parallel",
-            "train_tensor_parallel")
+            "train_tensor_parallel", "train_dataparallel")
 FAULTS = {
     "ddp_bucket_never_reduced": (2, ["--bucket-mb", "0.1"]),
     "ddp_doubled_by_world_size": (2, []),
@@ -20,6 +20,9 @@ FAULTS = {
     "ddp_mean_of_means": (3, ["--global-batch-size", "7"]),
     "ddp_same_rows_on_all_ranks": (2, []),
     "ddp_accumulation_overwrites": (2, ["--accumulate", "2"]),
+    "dataparallel_mean_of_replicas": (1, ["--devices", "cpu,cpu,cpu", "--global-batch-size", "7"]),
+    "dataparallel_replica_left_out": (1, ["--devices", "cpu,cpu,cpu"]),
+    "dataparallel_not_refreshed": (1, ["--devices", "cpu,cpu"]),
     "ddp_one_norm_gradient_halved": (2, []),
     "fsdp_local_norm": (2, ["--clip-norm", "0.05"]),
     "fsdp_old_parameters": (2, []),
