@@ -221,6 +221,9 @@ int train_dataparallel(int argc, char** argv) {
       // The graph goes, and with it what it keeps, before the gradients of all replicas come together.
       for (Replica& replica : replicas) replica.logits = replica.loss = at::Tensor();
 
+      // Replicas that share a generator leave it as the last of them did. A checkpoint holds it, so it gets a state of its own.
+      seed_dropout(options, step, options.accumulate, 0);
+
       run.phase("reduce");
       exchange.reduce(weights);  // the sum over all replicas, on the first device
 
