@@ -38,8 +38,8 @@ void Run::expect_equal_replicas(const NamedTensors& replicas) {
   const uint64_t hash = hash_tensors(tensors);
   s.check_equal("replicated parameters", hash);
   if (s.launch.world_size == 1 || !s.drifted.empty()) return;
-  say(s.launch, fmt::format("replicated parameters: {} tensors, hash {:016x}, equal on all {} ranks\n", tensors.size(),
-                            hash, s.launch.world_size));
+  say(s.launch, fmt::format("replicated parameters: {} tensors, equal on all {} ranks ({:016x})\n", tensors.size(),
+                            s.launch.world_size, hash));
 }
 
 void Run::training_ended(const NamedTensors& parameters) {
