@@ -185,7 +185,6 @@ int train_dataparallel(int argc, char** argv) {
           // Summed over the rows of the replica and divided by the rows of the WHOLE step. The sum over replicas is then
           // the mean over the batch, for uneven cuts too, where a mean of the replicas' means is not.
           replica.loss = cross_entropy_sum(replica.logits, replica.labels) / rows_of_the_step;
-          if (options.injects("inf", r, step)) replica.loss = replica.loss * INFINITY;
         });
 
         if (options.gathers()) {
@@ -194,7 +193,8 @@ int train_dataparallel(int argc, char** argv) {
           for (size_t r = 0; r < replicas.size(); ++r) {
             if (!replicas[r].logits.defined()) continue;
             at::Tensor output = replicas[r].logits.to(first);  // [b, classes]
-            if (options.injects("inf", r, step)) output = output * INFINITY;
+            // A planned fault: the gradients of this replica overflow.
+            if (options.injects("inf", r, step)) output.register_hook([](const at::Tensor& g) { return g * INFINITY; });
             outputs.push_back(std::move(output));
           }
           const Autocast autocast(first, options.autocast());
@@ -213,6 +213,7 @@ int train_dataparallel(int argc, char** argv) {
           threads.run(fmt::format("backward of step {}", step), [&](size_t r) {
             Replica& replica = replicas[r];
             if (!replica.loss.defined()) return;
+            if (options.injects("inf", r, step)) replica.loss = replica.loss * INFINITY;  // a planned fault
             (replica.loss * scale.to(replica.device)).backward();  // outside of autocast: operations know their dtype
           });
         }
