@@ -158,9 +158,11 @@ std::vector<std::string> gradient_arrival_order(const ModelConfig& config, bool 
   return order;
 }
 
-int64_t parameter_count(const ModelConfig& config) {
+int64_t parameter_count(const ModelConfig& config) { return parameter_count(parameter_shapes(config)); }
+
+int64_t parameter_count(const std::vector<ParameterShape>& parameters) {
   int64_t count = 0;
-  for (const ParameterShape& parameter : parameter_shapes(config)) count += parameter.numel();
+  for (const ParameterShape& parameter : parameters) count += parameter.numel();
   return count;
 }
 

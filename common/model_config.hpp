@@ -51,6 +51,7 @@ std::vector<ParameterShape> parameter_shapes(const ModelConfig& config);
 std::vector<std::string> gradient_arrival_order(const ModelConfig& config, bool autocast = false);
 
 int64_t parameter_count(const ModelConfig& config);
+int64_t parameter_count(const std::vector<ParameterShape>& parameters);  ///< their elements together
 
 /// Whether AdamW's weight decay applies: on matrices and the token embedding, not on biases, norms and positions.
 bool has_weight_decay(const std::string& name, int64_t dimensions);

@@ -9,16 +9,27 @@
 #include "common/text.hpp"
 
 namespace mgp {
-namespace {
 
-/// Bytes that hang on the moment of backward.
-struct Need {
-  int64_t activations = 0;  ///< and temporaries
-  int64_t gradients = 0;    ///< outside of buckets
-  int64_t total() const { return activations + gradients; }
-};
+MemoryPrediction held_memory(const Options& o, int64_t elements, int64_t tensors) {
+  const int64_t stored = elements * bytes_of(storage_dtype(o.precision));
+  MemoryPrediction memory;
+  memory.parameters = stored + (o.low_weights() ? elements * compute_bytes(o.precision) : 0);
+  memory.optimizer = 2 * stored + 4 * tensors;
+  // LibTorch gives each cuBLAS handle 32 MiB on Hopper (8 MiB on older GPUs). There are two: autograd runs backward on a
+  // thread of its own, and handles belong to threads.
+  memory.workspace = o.cuda ? 2 * (32ll << 20) : 0;
+  return memory;
+}
 
-}  // namespace
+bool uses_math_attention(const Options& o) { return o.deterministic || o.precision == Precision::fp64 || !o.cuda; }
+
+void set_peak(MemoryPrediction& memory, const std::vector<BackwardMoment>& moments) {
+  const auto peak =
+      std::max_element(moments.begin(), moments.end(),
+                       [](const BackwardMoment& a, const BackwardMoment& b) { return a.total() < b.total(); });
+  memory.activations = peak->activations;
+  memory.gradients = peak->gradients;
+}
 
 MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) {
   if (pattern.formula) return pattern.formula(o);
@@ -26,14 +37,10 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
   const int64_t parameters = parameter_count(o.model) * s;
   // Rows of the largest backward pass.
   const int64_t rows = (o.batch_size + o.accumulate - 1) / o.accumulate;
-  const bool math_attention = o.deterministic || o.precision == Precision::fp64 || !o.cuda;
+  const bool math_attention = uses_math_attention(o);
 
-  MemoryPrediction memory;
-  memory.parameters = parameters + (o.low_weights() ? parameter_count(o.model) * compute_bytes(o.precision) : 0);
-  memory.optimizer = 2 * parameters + 4 * static_cast<int64_t>(parameter_shapes(o.model).size());
-  // LibTorch gives each cuBLAS handle 32 MiB on Hopper (8 MiB on older GPUs). There are two: autograd runs backward on a
-  // thread of its own, and handles belong to threads.
-  memory.workspace = o.cuda ? 2 * (32ll << 20) : 0;
+  MemoryPrediction memory =
+      held_memory(o, parameter_count(o.model), static_cast<int64_t>(parameter_shapes(o.model).size()));
   if (pattern.gradients_in_buckets) memory.communication_buffers = parameters;
   if (pattern.shard_elements > 0) {
     const int64_t held = pattern.shard_elements * s;
@@ -55,25 +62,23 @@ MemoryPrediction predict_memory(const Options& o, const MemoryPattern& pattern) 
   const int64_t gradients_at_start = pattern.gradients_in_buckets || o.accumulate == 1 ? 0 : parameters;
   // With checkpointing the start holds the inputs of all layers and the whole of the last layer, run again. (Its
   // output, made again, takes the place of the last residual stream, which the final norm has let go by then.)
-  const Need at_start{kept + again + temporaries, gradients_at_start};
+  const BackwardMoment at_start{kept + again + temporaries, gradients_at_start};
 
   // With buckets, fresh gradients wait outside until their bucket is full; the last is the embedding's.
   const int64_t element = stream_bytes(o.precision, o.low_weights());  // also of a fresh gradient
   const int64_t embedding = m.vocab_size * m.dim * element;
   const int64_t stream = residual_stream(m, o.precision, o.low_weights(), rows);
   const int64_t whole_at_end = shards ? pattern.whole_gradient_elements * s : parameters;
-  const Need at_end{2 * stream, pattern.gradients_in_buckets ? embedding : whole_at_end};
-  Need peak = at_start.total() >= at_end.total() ? at_start : at_end;
+  std::vector<BackwardMoment> moments = {at_start,
+                                         {2 * stream, pattern.gradients_in_buckets ? embedding : whole_at_end}};
 
   // A third with checkpointing: from layer to layer backward lets one input go and leaves one layer's gradients, so the
   // first layer's second run may need more than the last layer's. No gradients yet: its own, embedding and positions.
   if (m.checkpoint_activations && !pattern.gradients_in_buckets && !shards && o.accumulate == 1) {
     const int64_t gradients = (parameter_count(m) - layer_parameters(m) - m.seq_len * m.dim) * element - embedding;
-    const Need at_first_layer{at_start.activations - (m.layers - 1) * stream, gradients};
-    if (at_first_layer.total() > peak.total()) peak = at_first_layer;
+    moments.push_back({at_start.activations - (m.layers - 1) * stream, gradients});
   }
-  memory.activations = peak.activations;
-  memory.gradients = peak.gradients;
+  set_peak(memory, moments);
   return memory;
 }
 

@@ -23,6 +23,25 @@ struct MemoryPrediction {
   int64_t peak() const { return parameters + optimizer + communication_buffers + gradients + activations + workspace; }
 };
 
+// ── what all formulas begin and end with ──
+
+/// Memory of `elements` parameters in `tensors` tensors, whole and trained: weights (low ones too), moments, step counts, and
+/// the cuBLAS workspace.
+MemoryPrediction held_memory(const Options& options, int64_t elements, int64_t tensors);
+
+/// Whether attention takes the kernel that writes out its probabilities.
+bool uses_math_attention(const Options& options);
+
+/// Bytes that hang on the moment of backward.
+struct BackwardMoment {
+  int64_t activations = 0;  ///< and temporaries
+  int64_t gradients = 0;    ///< outside of buckets
+  int64_t total() const { return activations + gradients; }
+};
+
+/// Takes the moment that needs most, of equal ones the first. At least one.
+void set_peak(MemoryPrediction& memory, const std::vector<BackwardMoment>& moments);
+
 /// What a pattern changes in the memory of plain data parallel training.
 struct MemoryPattern {
   bool gradients_in_buckets = false;  ///< persistent flat buffers of the size of all gradients

@@ -10,15 +10,22 @@
 #include "common/watchdog.hpp"
 
 namespace mgp {
+namespace {
+
+uint64_t hash_of(const NamedTensors& named) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : named) tensors.push_back(tensor);
+  return hash_tensors(tensors);
+}
+
+}  // namespace
 
 // ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 void Run::expect_equal_ranks(const NamedTensors& parameters) {
   State& s = *state_;
   if (s.world == nullptr || s.options.debug != DebugLevel::detail) return;
-  std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : parameters) tensors.push_back(tensor);
-  s.world->expect_same("parameters", hash_tensors(tensors));
+  s.world->expect_same("parameters", hash_of(parameters));
 }
 
 void Run::State::check_equal(const std::string& what, uint64_t hash) {
@@ -33,24 +40,20 @@ void Run::State::check_equal(const std::string& what, uint64_t hash) {
 void Run::expect_equal_replicas(const NamedTensors& replicas) {
   State& s = *state_;
   if (replicas.empty()) return;
-  std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : replicas) tensors.push_back(tensor);
-  const uint64_t hash = hash_tensors(tensors);
+  const uint64_t hash = hash_of(replicas);
   s.check_equal("replicated parameters", hash);
   if (s.launch.world_size == 1 || !s.drifted.empty()) return;
-  say(s.launch, fmt::format("replicated parameters: {} tensors, equal on all {} ranks ({:016x})\n", tensors.size(),
+  say(s.launch, fmt::format("replicated parameters: {} tensors, equal on all {} ranks ({:016x})\n", replicas.size(),
                             s.launch.world_size, hash));
 }
 
 void Run::training_ended(const NamedTensors& parameters) {
   State& s = *state_;
   const NamedTensors gathered = s.layout != nullptr ? s.layout->gather(parameters) : parameters;
-  std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : gathered) {
-    tensors.push_back(tensor);
-    if (s.records()) s.record.final_parameters.emplace_back(name, copy_on_cpu(tensor));
+  if (s.records()) {
+    for (const auto& [name, tensor] : gathered) s.record.final_parameters.emplace_back(name, copy_on_cpu(tensor));
   }
-  const uint64_t hash = hash_tensors(tensors);
+  const uint64_t hash = hash_of(gathered);
   if (s.layout != nullptr) {
     s.report.set_parameter_hash(hash, /*ranks_equal=*/true, /*sharded=*/true);
   } else {

@@ -2,8 +2,8 @@
 #include <fmt/format.h>
 
 #include <cstdio>
-#include <set>
 
+#include "common/device_list.hpp"
 #include "common/error.hpp"
 #include "common/run_state.hpp"
 #include "common/watchdog.hpp"
@@ -76,10 +76,9 @@ void Run::State::begin_save(int64_t step, const AdamW& optimizer, const Training
   if (options.save) {
     save->full = layout != nullptr ? host_copy_of_pieces(options.model, optimizer, training, *layout)
                                    : host_copy_of(options.model, optimizer, training);
-    std::set<std::string> marked;
-    for (const auto& [name, tensor] : optimizer.masters()) {
-      if (marked.insert(tensor.device().str()).second) save->copied.push_back(Moment::record(tensor.device()));
-    }
+    std::vector<at::Device> holders;
+    for (const auto& [name, tensor] : optimizer.masters()) holders.push_back(tensor.device());
+    for (const at::Device on : distinct_devices(holders)) save->copied.push_back(Moment::record(on));
   }
   if (options.save_sharded && layout != nullptr) {
     try {

@@ -1,11 +1,9 @@
 // Memory of each device, and the copies between them, from the configuration alone.
-#include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "common/device.hpp"
-#include "common/error.hpp"
+#include "common/device_list.hpp"
 #include "common/text.hpp"
 #include "examples/data_parallel/replica_options.hpp"
 
@@ -70,29 +68,13 @@ std::string replica_tables(const ReplicaOptions& o) {
     replicas.push_back({std::to_string(replica), o.devices[replica].str(), std::to_string(rows)});
   }
   std::string text = table("replicas, one process and a thread for each", replicas, /*head=*/true);
-  const auto mib = [](int64_t bytes) { return fmt::format("{:.1f}", static_cast<double>(bytes) / (1 << 20)); };
-  std::vector<std::vector<std::string>> rows = {
-      {"device", "parameters", "optimizer", "gradients", "activations", "workspace", "peak"}};
-  for (const at::Device device : distinct_devices(o.devices)) {
-    const MemoryPrediction p = predict_replica_memory(o, device);
-    rows.push_back({device.str(), mib(p.parameters), mib(p.optimizer), mib(p.gradients), mib(p.activations),
-                    mib(p.workspace), mib(p.peak())});
-  }
-  return text + table("memory of each device, predicted, MiB", rows, /*head=*/true);
+  return text + predicted_memory_table(o.devices, [&](at::Device device) { return predict_replica_memory(o, device); });
 }
 
 void refuse_if_too_large(const ReplicaOptions& o, const Launch& launch) {
-  for (const at::Device device : distinct_devices(o.devices)) {
-    if (device == o.first_device()) continue;
-    const c10::DeviceGuard guard(device);  // the driver tells of the current device
-    const DeviceFacts facts = describe_device(launch, device, /*threads=*/0);
-    const int64_t peak = predict_replica_memory(o, device).peak();
-    if (facts.free_bytes <= 0 || peak <= facts.free_bytes) continue;
-    throw UsageError(fmt::format(
-        "{} rows over {} replicas need about {} on {} ({}), which has {} of free memory: a smaller --batch-size",
-        o.global_batch_size, o.devices.size(), human_bytes(static_cast<double>(peak)), device.str(), facts.name,
-        human_bytes(static_cast<double>(facts.free_bytes))));
-  }
+  refuse_if_too_large(
+      o.devices, launch, [&](at::Device device) { return predict_replica_memory(o, device); },
+      fmt::format("{} rows over {} replicas", o.global_batch_size, o.devices.size()), "a smaller --batch-size");
 }
 
 }  // namespace mgp

@@ -6,35 +6,13 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
+#include "common/device_list.hpp"
 #include "common/error.hpp"
-#include "examples/model_parallel/stage_options.hpp"  // parse_devices: both trainers read device lists alike
 
 namespace mgp {
 namespace {
 
 constexpr size_t kMostReplicas = 64;  // a host thread each
-
-/// --device and --devices must not contradict each other. settle() and claim_device() know the former alone.
-void agree_with_device(ReplicaOptions& o) {
-  const bool cpu = o.first_device().is_cpu();
-  const bool agrees = o.device == "auto" || (cpu ? o.device == "cpu" : o.device == "cuda");
-  if (!agrees) {
-    throw UsageError(fmt::format("--device {} and --devices {} contradict each other: leave --device out", o.device,
-                                 o.devices_flag));
-  }
-  o.device = cpu ? "cpu" : std::to_string(o.first_device().index());
-}
-
-void check_visible(const ReplicaOptions& o, int visible) {
-  for (const at::Device device : o.devices) {
-    if (device.is_cpu() || device.index() < visible) continue;
-    throw UsageError(fmt::format("--devices {}: there is no GPU {}, this process sees {}; --devices cpu,cpu needs none",
-                                 o.devices_flag, device.index(),
-                                 visible == 0   ? "no GPU"
-                                 : visible == 1 ? "1 GPU (0)"
-                                                : fmt::format("{} GPUs (0 to {})", visible, visible - 1)));
-  }
-}
 
 /// As nn.DataParallel: all GPUs that are there. On the CPU two replicas, so that there is something to see.
 std::vector<at::Device> default_devices(ReplicaOptions& o, int visible) {
@@ -75,7 +53,7 @@ void settle_replicas(ReplicaOptions& o, const Launch& launch) {
   }
   if (!o.devices_flag.empty()) {
     o.devices = parse_devices(o.devices_flag);
-    agree_with_device(o);
+    set_device_from_list(o, o.devices_flag, o.first_device());
   }
   if (o.devices.size() > kMostReplicas) {
     throw UsageError(fmt::format("--devices names {} devices: at most {}", o.devices.size(), kMostReplicas));
@@ -85,7 +63,7 @@ void settle_replicas(ReplicaOptions& o, const Launch& launch) {
   if (o.devices.empty()) {
     o.devices = default_devices(o, visible);
   } else if (!o.predict) {
-    check_visible(o, visible);
+    check_visible(o.devices_flag, o.devices, visible);
   }
   // Run knows one rank, 0. Faults that hit one replica are the trainer's own business.
   for (const Injection& fault : o.inject) {
@@ -101,14 +79,6 @@ void settle_replicas(ReplicaOptions& o, const Launch& launch) {
 
 bool on_distinct_gpus(const std::vector<at::Device>& devices) {
   return devices.size() > 1 && devices.front().is_cuda() && distinct_devices(devices).size() == devices.size();
-}
-
-std::vector<at::Device> distinct_devices(const std::vector<at::Device>& devices) {
-  std::vector<at::Device> distinct;
-  for (const at::Device device : devices) {
-    if (std::find(distinct.begin(), distinct.end(), device) == distinct.end()) distinct.push_back(device);
-  }
-  return distinct;
 }
 
 }  // namespace mgp

@@ -34,9 +34,6 @@ void settle_replicas(ReplicaOptions& options, const Launch& launch);
 /// Whether the replicas sit on two or more GPUs, each on its own: then NCCL moves weights and gradients.
 bool on_distinct_gpus(const std::vector<at::Device>& devices);
 
-/// The devices, each once, in the order in which they were named.
-std::vector<at::Device> distinct_devices(const std::vector<at::Device>& devices);
-
 /// Bytes on `device` from all replicas that it holds. The first device has moments and masters on top.
 MemoryPrediction predict_replica_memory(const ReplicaOptions& options, at::Device device);
 

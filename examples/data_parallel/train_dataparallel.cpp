@@ -28,7 +28,7 @@
 #include "common/counter_random.hpp"  // counter_hash: a seed for each replica
 #include "common/data.hpp"            // SyntheticTokens: row i is a function of (seed, i)
 #include "common/device.hpp"          // claim_device: before anything touches CUDA
-#include "common/device_memory.hpp"   // what the allocator took on each device
+#include "common/device_list.hpp"     // --devices, and what each device holds
 #include "common/error.hpp"           // exit codes
 #include "common/launch.hpp"          // who am I
 #include "common/model.hpp"           // the Transformer classifier and the MLP model
@@ -82,14 +82,8 @@ std::string device_report(const ReplicaOptions& options, const ReplicaExchange& 
       steps, exchange.by_nccl() ? "NCCL" : "copies", calls, with_commas(bytes), exchange.copies(),
       with_commas(exchange.bytes()), equal ? "equal" : "DIFFERENT");
   if (!options.cuda) return text;
-  std::vector<std::vector<std::string>> rows = {{"device", "predicted MiB", "peak allocated MiB", "peak reserved MiB"}};
-  const auto mib = [](int64_t n) { return fmt::format("{:.1f}", static_cast<double>(n) / (1 << 20)); };
-  for (const at::Device device : distinct_devices(options.devices)) {
-    const DeviceMemory memory = device_memory(device);
-    rows.push_back({device.str(), mib(predict_replica_memory(options, device).peak()), mib(memory.peak_allocated),
-                    mib(memory.peak_reserved)});
-  }
-  return text + table("memory of each device", rows, /*head=*/true);
+  return text + measured_memory_table(options.devices,
+                                      [&](at::Device device) { return predict_replica_memory(options, device); });
 }
 
 int train_dataparallel(int argc, char** argv) {

@@ -17,9 +17,7 @@ int64_t FlatUnit::shard_numel(int64_t numel, int64_t ranks) {
 }
 
 int64_t FlatUnit::padded_numel(const std::vector<ParameterShape>& shapes, int64_t ranks) {
-  int64_t numel = 0;
-  for (const ParameterShape& shape : shapes) numel += shape.numel();
-  return ranks * shard_numel(numel, ranks);
+  return ranks * shard_numel(parameter_count(shapes), ranks);
 }
 
 FlatUnit::FlatUnit(UnitParameters parameters, Communicator& world, ShardStrategy strategy, at::ScalarType master,

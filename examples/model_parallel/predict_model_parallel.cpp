@@ -1,22 +1,14 @@
 #include "examples/model_parallel/predict_model_parallel.hpp"
 
-#include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "common/device.hpp"
-#include "common/error.hpp"
+#include "common/device_list.hpp"
 #include "common/text.hpp"
 
 namespace mgp {
 namespace {
-
-int64_t elements_of(const std::vector<ParameterShape>& shapes) {
-  int64_t elements = 0;
-  for (const ParameterShape& shape : shapes) elements += shape.numel();
-  return elements;
-}
 
 /// Rows of the largest backward pass.
 int64_t largest_rows(const Options& o) { return (o.batch_size + o.accumulate - 1) / o.accumulate; }
@@ -30,21 +22,13 @@ std::string holds(const StagePart& part) {
 
 }  // namespace
 
-std::vector<at::Device> distinct_devices(const StageOptions& options) {
-  std::vector<at::Device> distinct;
-  for (const at::Device device : options.devices) {
-    if (std::find(distinct.begin(), distinct.end(), device) == distinct.end()) distinct.push_back(device);
-  }
-  return distinct;
-}
-
 MemoryPrediction predict_device_memory(const StageOptions& o, at::Device device) {
   int64_t elements = 0, tensors = 0, layers = 0;
   bool has_embedding = false, has_head = false;
   for (size_t stage = 0; stage < o.parts.size(); ++stage) {
     if (o.devices[stage] != device) continue;
     const std::vector<ParameterShape> shapes = stage_parameter_shapes(o.model, o.parts[stage]);
-    elements += elements_of(shapes);
+    elements += parameter_count(shapes);
     tensors += static_cast<int64_t>(shapes.size());
     layers += o.parts[stage].layers.count();
     has_embedding = has_embedding || o.parts[stage].has_embedding;
@@ -53,12 +37,9 @@ MemoryPrediction predict_device_memory(const StageOptions& o, at::Device device)
   const ModelConfig& m = o.model;
   const int64_t s = bytes_of(storage_dtype(o.precision));
   const int64_t rows = largest_rows(o);
-  const bool math = o.deterministic || o.precision == Precision::fp64 || !o.cuda;
+  const bool math = uses_math_attention(o);
   const bool low = o.low_weights();
-  MemoryPrediction memory;
-  memory.parameters = elements * s + (low ? elements * compute_bytes(o.precision) : 0);
-  memory.optimizer = 2 * elements * s + 4 * tensors;
-  memory.workspace = o.cuda ? 2 * (32ll << 20) : 0;  // cuBLAS handles of forward's and backward's thread
+  MemoryPrediction memory = held_memory(o, elements, tensors);
 
   // Kept from forward to backward: of each layer everything, or its input alone; what the head keeps; the tokens.
   const CastWeights casts = low ? CastWeights{} : cast_weights(m, o.precision);
@@ -72,11 +53,7 @@ MemoryPrediction predict_device_memory(const StageOptions& o, at::Device device)
                            backward_temporaries(m, o.precision, math, low, rows);
   // The peak is the start of this device's backward, or its end, when all its gradients are there. Where several passes
   // make a step, the gradients of the first wait through the start of the next.
-  struct Need {
-    int64_t activations, gradients;
-    int64_t total() const { return activations + gradients; }
-  };
-  std::vector<Need> moments = {{at_start, o.accumulate == 1 ? 0 : elements * s}, {2 * stream, elements * s}};
+  std::vector<BackwardMoment> moments = {{at_start, o.accumulate == 1 ? 0 : elements * s}, {2 * stream, elements * s}};
   // With checkpointing also the second run of this device's first layer, when only its own gradients and those of the
   // tables are still to come.
   if (m.checkpoint_activations && o.accumulate == 1) {
@@ -84,10 +61,7 @@ MemoryPrediction predict_device_memory(const StageOptions& o, at::Device device)
     moments.push_back(
         {at_start - (layers - 1) * stream, (elements - layer_parameters(m) - tables) * stream_bytes(o.precision, low)});
   }
-  const Need peak = *std::max_element(moments.begin(), moments.end(),
-                                      [](const Need& a, const Need& b) { return a.total() < b.total(); });
-  memory.activations = peak.activations;
-  memory.gradients = peak.gradients;
+  set_peak(memory, moments);
   return memory;
 }
 
@@ -118,44 +92,22 @@ std::string stage_tables(const StageOptions& o) {
   std::vector<std::vector<std::string>> stages = {{"stage", "device", "holds", "parameters", "share"}};
   const double all = static_cast<double>(parameter_count(o.model));
   for (size_t stage = 0; stage < o.parts.size(); ++stage) {
-    const int64_t elements = elements_of(stage_parameter_shapes(o.model, o.parts[stage]));
+    const int64_t elements = parameter_count(stage_parameter_shapes(o.model, o.parts[stage]));
     stages.push_back({std::to_string(stage), o.devices[stage].str(), holds(o.parts[stage]), with_commas(elements),
                       fmt::format("{:.1f}%", 100.0 * static_cast<double>(elements) / all)});
   }
   std::string text = table("stages, one process drives them all", stages, /*head=*/true);
-  const std::vector<at::Device> distinct = distinct_devices(o);
+  const std::vector<at::Device> distinct = distinct_devices(o.devices);
   if (distinct.size() < o.devices.size()) {
     text += fmt::format("{} stages on {} device{}: stages that share a device hand over without a copy\n",
                         o.devices.size(), distinct.size(), distinct.size() == 1 ? "" : "s");
   }
-  const auto mib = [](int64_t bytes) { return fmt::format("{:.1f}", static_cast<double>(bytes) / (1 << 20)); };
-  std::vector<std::vector<std::string>> rows = {
-      {"device", "parameters", "optimizer", "gradients", "activations", "workspace", "peak"}};
-  for (const at::Device device : distinct) {
-    const MemoryPrediction p = predict_device_memory(o, device);
-    rows.push_back({device.str(), mib(p.parameters), mib(p.optimizer), mib(p.gradients), mib(p.activations),
-                    mib(p.workspace), mib(p.peak())});
-  }
-  return text + table("memory of each device, predicted, MiB", rows, /*head=*/true);
+  return text + predicted_memory_table(o.devices, [&](at::Device device) { return predict_device_memory(o, device); });
 }
-
-namespace {
-
-std::vector<std::pair<at::Device, DeviceFacts>> facts_after_the_first(const StageOptions& o, const Launch& launch) {
-  std::vector<std::pair<at::Device, DeviceFacts>> all;
-  for (const at::Device device : distinct_devices(o)) {
-    if (device == o.first_device()) continue;
-    const c10::DeviceGuard guard(device);  // the driver tells of the current device
-    all.emplace_back(device, describe_device(launch, device, /*threads=*/0));
-  }
-  return all;
-}
-
-}  // namespace
 
 std::string other_devices(const StageOptions& options, const Launch& launch) {
   std::vector<std::vector<std::string>> rows = {{"device", "nvidia-smi", "uuid", "name", "memory"}};
-  for (const auto& [device, facts] : facts_after_the_first(options, launch)) {
+  for (const auto& [device, facts] : facts_after_the_first(options.devices, launch)) {
     rows.push_back({facts.device, facts.physical >= 0 ? fmt::format("GPU {}", facts.physical) : "-", facts.uuid,
                     facts.name, human_bytes(static_cast<double>(facts.total_bytes))});
   }
@@ -163,15 +115,9 @@ std::string other_devices(const StageOptions& options, const Launch& launch) {
 }
 
 void refuse_if_too_large(const StageOptions& o, const Launch& launch) {
-  for (const auto& [device, facts] : facts_after_the_first(o, launch)) {
-    const int64_t peak = predict_device_memory(o, device).peak();
-    if (facts.free_bytes <= 0 || peak <= facts.free_bytes) continue;
-    throw UsageError(
-        fmt::format("{} rows need about {} on {} ({}), which has {} of free memory: a smaller --batch-size, or "
-                    "fewer layers there with --split",
-                    o.batch_size, human_bytes(static_cast<double>(peak)), device.str(), facts.name,
-                    human_bytes(static_cast<double>(facts.free_bytes))));
-  }
+  refuse_if_too_large(
+      o.devices, launch, [&](at::Device device) { return predict_device_memory(o, device); },
+      fmt::format("{} rows", o.batch_size), "a smaller --batch-size, or fewer layers there with --split");
 }
 
 }  // namespace mgp

@@ -9,9 +9,6 @@
 
 namespace mgp {
 
-/// The devices that the stages use, each once, in the order of the stages.
-std::vector<at::Device> distinct_devices(const StageOptions& options);
-
 /// Bytes on `device` from all stages that it holds. On one device for all it is what a whole model needs.
 MemoryPrediction predict_device_memory(const StageOptions& options, at::Device device);
 

@@ -6,9 +6,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
-#include <sstream>
 
-#include "common/error.hpp"
+#include "common/device_list.hpp"
 
 namespace mgp {
 namespace {
@@ -16,34 +15,6 @@ namespace {
 constexpr int64_t kDefaultStages = 3;
 
 at::Device gpu(int64_t index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
-
-/// Before settle(): --device and --devices must not contradict each other, and settle() knows only the former.
-void agree_with_device(StageOptions& o) {
-  if (o.devices.empty()) return;
-  const bool cpu = o.first_device().is_cpu();
-  const bool agrees = o.device == "auto" || (cpu ? o.device == "cpu" : o.device == "cuda");
-  if (!agrees) {
-    throw UsageError(fmt::format("--device {} and --devices {} contradict each other: leave --device out", o.device,
-                                 o.devices_flag));
-  }
-  o.device = cpu ? "cpu" : std::to_string(o.first_device().index());
-}
-
-void check_visible(const StageOptions& o, int visible) {
-  for (const at::Device device : o.devices) {
-    if (!device.is_cuda() || device.index() < visible) continue;
-    const char* variable = std::getenv("CUDA_VISIBLE_DEVICES");
-    const std::string sees = visible == 0   ? "no GPU"
-                             : visible == 1 ? "1 GPU (0)"
-                                            : fmt::format("{} GPUs (0 to {})", visible, visible - 1);
-    throw UsageError(
-        fmt::format("--devices {}: there is no GPU {}, this process sees {}{}; a device may be named twice, --devices "
-                    "cpu,cpu needs "
-                    "none",
-                    o.devices_flag, device.index(), sees,
-                    variable != nullptr ? fmt::format(" (CUDA_VISIBLE_DEVICES={})", variable) : ""));
-  }
-}
 
 /// --device where no --devices were given.
 std::vector<at::Device> default_devices(const StageOptions& o, int64_t stages, int visible) {
@@ -67,30 +38,6 @@ void add_stage_flags(CLI::App& app, StageOptions& options) {
       ->group("Options");
 }
 
-std::vector<at::Device> parse_devices(const std::string& text) {
-  std::vector<at::Device> devices;
-  std::istringstream names(text + ",");  // so that getline gives what follows the last comma too
-  for (std::string name; std::getline(names, name, ',');) {
-    if (name == "cpu") {
-      devices.emplace_back(at::kCPU);
-      continue;
-    }
-    const std::string number = name.starts_with("cuda:") ? name.substr(5) : name;
-    int index = 0;
-    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), index);
-    if (error != std::errc() || end != number.data() + number.size() || index < 0 || index > 127) {
-      throw UsageError(
-          fmt::format("--devices is '{}': name the device of each stage, for example 0,1,2 or cpu,cpu", text));
-    }
-    devices.push_back(gpu(index));
-  }
-  for (const at::Device device : devices) {
-    if (device.type() == devices.front().type()) continue;
-    throw UsageError(fmt::format("--devices {} mixes CPU and GPUs: name one kind", text));
-  }
-  return devices;
-}
-
 std::vector<at::Device> spread_over_gpus(int64_t stages, int gpus) {
   const int64_t used = std::min<int64_t>(stages, gpus);
   std::vector<at::Device> devices;
@@ -99,8 +46,10 @@ std::vector<at::Device> spread_over_gpus(int64_t stages, int gpus) {
 }
 
 void settle_stages(StageOptions& o, const Launch& launch) {
-  if (!o.devices_flag.empty()) o.devices = parse_devices(o.devices_flag);
-  agree_with_device(o);
+  if (!o.devices_flag.empty()) {
+    o.devices = parse_devices(o.devices_flag);
+    set_device_from_list(o, o.devices_flag, o.first_device());
+  }
   settle(o, launch);
 
   const int visible = o.cuda && !o.predict ? static_cast<int>(torch::cuda::device_count()) : 0;
@@ -115,7 +64,7 @@ void settle_stages(StageOptions& o, const Launch& launch) {
   if (o.devices.empty()) {
     o.devices = default_devices(o, stages, visible);
   } else if (!o.predict) {
-    check_visible(o, visible);
+    check_visible(o.devices_flag, o.devices, visible);
   }
 }
 

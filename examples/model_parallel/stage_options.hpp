@@ -21,9 +21,6 @@ struct StageOptions : Options {
 
 void add_stage_flags(CLI::App& app, StageOptions& options);  ///< --devices, --split
 
-/// "0,1,2", "cuda:0,cuda:1" or "cpu,cpu". Throws UsageError on other text, and where CPU and GPUs are mixed.
-std::vector<at::Device> parse_devices(const std::string& text);
-
 /// Stage s of `stages` on `gpus` visible GPUs where nobody named any: as many GPUs as there are stages, or all of them
 /// with neighbouring stages together.
 std::vector<at::Device> spread_over_gpus(int64_t stages, int gpus);

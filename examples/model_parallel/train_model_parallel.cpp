@@ -27,7 +27,7 @@
 #include "common/counter_random.hpp"  // counter_hash: a seed for each device
 #include "common/data.hpp"            // SyntheticTokens: row i is a function of (seed, i)
 #include "common/device.hpp"          // claim_device: before anything touches CUDA
-#include "common/device_memory.hpp"   // what the allocator took on each device
+#include "common/device_list.hpp"     // --devices, and what each device holds
 #include "common/error.hpp"           // exit codes
 #include "common/launch.hpp"          // who am I
 #include "common/optimizer.hpp"       // AdamW over at::_fused_adamw_, clipping
@@ -62,7 +62,7 @@ struct Stage {
 /// would draw the same masks.
 void seed_dropout(const StageOptions& options, int64_t step) {
   if (options.dropout <= 0) return;
-  const std::vector<at::Device> devices = distinct_devices(options);
+  const std::vector<at::Device> devices = distinct_devices(options.devices);
   for (size_t i = 1; i < devices.size(); ++i) {
     at::Generator generator = at::globalContext().defaultGenerator(devices[i]);
     const std::lock_guard<std::mutex> lock(generator.mutex());
@@ -86,14 +86,8 @@ std::string device_report(const StageOptions& options, const StageClock& clock) 
                   clock.steps(), calls, with_commas(bytes), clock.copies(), with_commas(clock.copied_bytes()),
                   calls == clock.copies() && bytes == clock.copied_bytes() ? "equal" : "DIFFERENT");
   if (!options.cuda) return text;
-  std::vector<std::vector<std::string>> rows = {{"device", "predicted MiB", "peak allocated MiB", "peak reserved MiB"}};
-  const auto mib = [](int64_t n) { return fmt::format("{:.1f}", static_cast<double>(n) / (1 << 20)); };
-  for (const at::Device device : distinct_devices(options)) {
-    const DeviceMemory memory = device_memory(device);
-    rows.push_back({device.str(), mib(predict_device_memory(options, device).peak()), mib(memory.peak_allocated),
-                    mib(memory.peak_reserved)});
-  }
-  return text + table("memory of each device", rows, /*head=*/true);
+  return text + measured_memory_table(options.devices,
+                                      [&](at::Device device) { return predict_device_memory(options, device); });
 }
 
 int train_model_parallel(int argc, char** argv) {

@@ -57,17 +57,12 @@ std::vector<CallPrediction> predict_messages(const PipelineOptions& o) {
 MemoryPrediction predict_stage(const Options& o, const PipelinePlan& plan, size_t stage) {
   const StagePart& part = plan.parts.at(stage);
   const ModelConfig& m = o.model;
-  const bool math_attention = o.deterministic || o.precision == Precision::fp64 || !o.cuda;
+  const bool math_attention = uses_math_attention(o);
   const bool low = o.low_weights();
-  int64_t elements = 0;
   const std::vector<ParameterShape> shapes = stage_parameter_shapes(m, part);
-  for (const ParameterShape& shape : shapes) elements += shape.numel();
+  const int64_t elements = parameter_count(shapes);
   const int64_t stored = elements * bytes_of(storage_dtype(o.precision));
-
-  MemoryPrediction memory;
-  memory.parameters = stored + (low ? elements * compute_bytes(o.precision) : 0);
-  memory.optimizer = 2 * stored + 4 * static_cast<int64_t>(shapes.size());
-  memory.workspace = o.cuda ? 2 * (32ll << 20) : 0;  // as in predict.cpp
+  MemoryPrediction memory = held_memory(o, elements, static_cast<int64_t>(shapes.size()));
 
   // Activations of one microbatch: what activation_bytes() counts for a whole model, cut by layers.
   const int64_t pass = (o.global_batch_size + o.accumulate - 1) / o.accumulate;
@@ -91,28 +86,17 @@ MemoryPrediction predict_stage(const Options& o, const PipelinePlan& plan, size_
   const bool refilled = plan.schedule.micro_batches > kept;
   const int64_t later = refilled ? kept : kept - 1;
   const int64_t first_gradients = o.accumulate > 1 ? stored : 0;
-  if (later > 0 && later * one + stored > kept * one + first_gradients) {
-    memory.activations = later * one + temporaries;
-    memory.gradients = stored;
-  } else {
-    memory.activations = kept * one + temporaries;
-    memory.gradients = first_gradients;
-  }
+  std::vector<BackwardMoment> moments = {{kept * one + temporaries, first_gradients}};
+  if (later > 0) moments.push_back({later * one + temporaries, stored});
   if (m.checkpoint_activations && first_gradients == 0) {
     // As in predict.cpp: layer by layer backward lets one input go and leaves one layer's gradients, so the second run of
     // the first layer may need most. Its own gradients are not there yet, nor the embedding's.
     const int64_t outside = part.has_embedding ? (m.vocab_size + m.seq_len) * m.dim : 0;
     const int64_t gradients = (elements - layer_parameters(m) - outside) * stream_bytes(o.precision, low);
-    const int64_t activations = kept * one + temporaries - (layers - 1) * stream;
-    if (activations + gradients > memory.activations + memory.gradients) {
-      memory.activations = activations;
-      memory.gradients = gradients;
-    }
+    moments.push_back({kept * one + temporaries - (layers - 1) * stream, gradients});
   }
-  if (memory.activations + memory.gradients < 2 * stream + stored) {  // the end of the last backward
-    memory.activations = 2 * stream;
-    memory.gradients = stored;
-  }
+  moments.push_back({2 * stream, stored});  // the end of the last backward
+  set_peak(memory, moments);
   return memory;
 }
 
@@ -135,12 +119,11 @@ std::string plan_table(const PipelineOptions& options, const PipelinePlan& plan)
   std::vector<std::vector<std::string>> rows = {{"stage", "holds", "parameters", "microbatches kept", "peak"}};
   for (size_t stage = 0; stage < plan.parts.size(); ++stage) {
     const StagePart& part = plan.parts[stage];
-    int64_t elements = 0;
-    for (const ParameterShape& shape : stage_parameter_shapes(options.model, part)) elements += shape.numel();
     rows.push_back({std::to_string(stage),
                     fmt::format("{}layers {} to {}{}", part.has_embedding ? "embedding, " : "", part.layers.first,
                                 part.layers.last - 1, part.has_head ? ", head" : ""),
-                    with_commas(elements), std::to_string(activations_kept(plan.schedule, static_cast<int64_t>(stage))),
+                    with_commas(parameter_count(stage_parameter_shapes(options.model, part))),
+                    std::to_string(activations_kept(plan.schedule, static_cast<int64_t>(stage))),
                     human_bytes(static_cast<double>(predict_stage(options, plan, stage).peak()))});
   }
   std::string text = table(

@@ -37,7 +37,7 @@ Held held_by_rank_0(const Options& o) {
 
 MemoryPrediction predict_tensor_parallel_memory(const Options& o) {
   const ModelConfig& m = o.model;
-  const bool math_attention = o.deterministic || o.precision == Precision::fp64 || !o.cuda;
+  const bool math_attention = uses_math_attention(o);
   const bool low = o.low_weights();
   const Held held = held_by_rank_0(o);
   const int64_t s = bytes_of(storage_dtype(o.precision));
@@ -45,10 +45,7 @@ MemoryPrediction predict_tensor_parallel_memory(const Options& o) {
   const int64_t rows = (o.batch_size + o.accumulate - 1) / o.accumulate;  // of the largest backward pass
   const int64_t tokens = rows * m.seq_len;                                // B*T
 
-  MemoryPrediction memory;
-  memory.parameters = held.all * s + (low ? held.all * h : 0);
-  memory.optimizer = 2 * held.all * s + 4 * static_cast<int64_t>(parameter_shapes(m).size());
-  memory.workspace = o.cuda ? 2 * (32ll << 20) : 0;  // see predict_memory
+  MemoryPrediction memory = held_memory(o, held.all, static_cast<int64_t>(parameter_shapes(m).size()));
 
   // A layer as if it had rank 0's hidden values and heads; what of C belongs to the others' heads is not there either.
   ModelConfig mine = m;
@@ -71,19 +68,15 @@ MemoryPrediction predict_tensor_parallel_memory(const Options& o) {
   const int64_t temporaries = backward_temporaries(mine, o.precision, math_attention, low, rows);
 
   // The peak is one of three moments, as in predict_memory: backward begins, backward ends, or (with checkpointing) it
-  // comes to the first layer. Pairs of activations and gradients.
+  // comes to the first layer.
   const int64_t gradients = held.all * s;
-  std::vector<std::pair<int64_t, int64_t>> moments = {{kept + again + temporaries, o.accumulate == 1 ? 0 : gradients},
-                                                      {2 * stream, gradients}};
+  std::vector<BackwardMoment> moments = {{kept + again + temporaries, o.accumulate == 1 ? 0 : gradients},
+                                         {2 * stream, gradients}};
   if (m.checkpoint_activations && o.accumulate == 1) {
     const int64_t there = held.all - held.layers / m.layers - (m.seq_len + m.vocab_size) * m.dim;
-    moments.emplace_back(kept + again + temporaries - (m.layers - 1) * stream, there * stream_bytes(o.precision, low));
+    moments.push_back({kept + again + temporaries - (m.layers - 1) * stream, there * stream_bytes(o.precision, low)});
   }
-  const auto peak = *std::max_element(moments.begin(), moments.end(), [](const auto& a, const auto& b) {
-    return a.first + a.second < b.first + b.second;
-  });
-  memory.activations = peak.first;
-  memory.gradients = peak.second;
+  set_peak(memory, moments);
   return memory;
 }
 

@@ -116,6 +116,8 @@ int train_tensor_parallel(int argc, char** argv) {
     run.load(optimizer, scaler);  // --load: a file of any trainer; each rank takes its own part
     const NamedTensors replicas = replicas_of(pieces, optimizer.masters());  // nobody sends their gradients: they start
     run.expect_equal_replicas(replicas);                                     // equal, and get equal ones on every rank
+    const NamedTensors cut_parameters = parts_of(pieces, optimizer.parameters());
+    const NamedTensors whole_parameters = replicas_of(pieces, optimizer.parameters());
 
     // 6 ── training loop ──────────────────────────────────────────────────────────────────────────────────────────────
     for (int64_t step = run.first_step(); run.wants(step); ++step) {
@@ -146,8 +148,8 @@ int train_tensor_parallel(int argc, char** argv) {
       const std::vector<at::Tensor> gradients = gradients_of(optimizer.parameters());
       scaler.unscale(gradients, &world);  // an overflow in anybody's part skips the step on all ranks
       run.gradients_ready(step, optimizer.parameters());
-      const at::Tensor norm = parallel_gradient_norm(gradients_of(parts_of(pieces, optimizer.parameters())),
-                                                     gradients_of(replicas_of(pieces, optimizer.parameters())), world);
+      const at::Tensor norm =
+          parallel_gradient_norm(gradients_of(cut_parameters), gradients_of(whole_parameters), world);
       clip_gradients(gradients, norm, options.clip_norm);  // by the same factor on every rank
       optimizer.step(run.learning_rate(step), scaler.found_inf());
       scaler.update();

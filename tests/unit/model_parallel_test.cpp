@@ -2,6 +2,7 @@
 // whole model needs there.
 #include <gtest/gtest.h>
 
+#include "common/device_list.hpp"
 #include "common/error.hpp"
 #include "examples/model_parallel/predict_model_parallel.hpp"
 
@@ -66,7 +67,7 @@ TEST(StageMemory, OnOneDeviceIsThatOfTheWholeModel) {
 TEST(StageMemory, OfAllDevicesHoldsEachParameterOnce) {
   const StageOptions options = options_of(preset_config("base", ModelKind::classifier), parse_devices("0,1,1,2"));
   int64_t parameters = 0;
-  for (const at::Device device : distinct_devices(options)) {
+  for (const at::Device device : distinct_devices(options.devices)) {
     parameters += predict_device_memory(options, device).parameters;
   }
   EXPECT_EQ(parameters, 4 * parameter_count(options.model));
