@@ -17,6 +17,7 @@ SKIPPED = 77
 
 # One thread a rank and the smallest model that still has every part: tests must be quick to be run often.
 TINY = ["--preset", "tiny", "--layers", "2"]
+UNEVEN = ["--dim", "36", "--heads", "3", "--mlp-dim", "33", "--vocab-size", "101", "--classes", "7"]  # divide by nothing
 
 
 @dataclasses.dataclass
@@ -78,6 +79,12 @@ def run(trainer, args, ranks=1, environment=None, timeout=300, cwd=None, device=
 def metrics(path):
     rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     return [r for r in rows if r["kind"] == "step"], [r for r in rows if r["kind"] == "run"]
+
+
+def content(path):
+    """The bytes of a file, or of all files in a folder by name."""
+    path = pathlib.Path(path)
+    return {p.name: p.read_bytes() for p in sorted(path.iterdir())} if path.is_dir() else path.read_bytes()
 
 
 def parameter_hash(result):

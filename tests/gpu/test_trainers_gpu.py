@@ -29,11 +29,6 @@ def launch(ranks, trainer, args, share=True, environment=None, timeout=400):
     return harness.run_command(command + [str(a) for a in args], environment, timeout)
 
 
-def content(paths):
-    """The bytes of files and of all files in folders."""
-    return [{p.name: p.read_bytes() for p in sorted(path.iterdir())} if path.is_dir() else path.read_bytes() for path in paths]
-
-
 class Gpu(harness.TrainerTest):
     def proved(self, result):
         self.check_code(result, 0)
@@ -233,17 +228,18 @@ class Gpu(harness.TrainerTest):
         """Copies go through pinned memory while training goes on; both forms, every step, resumed from each."""
         for trainer in ("train_fsdp", "train_fsdp2"):
             base = TINY + ["--deterministic", "--batch-size", "4"]
+            contents = lambda paths: [harness.content(path) for path in paths]
             files = {}
             for name, args in (("straight", ["--steps", "6"]), ("async", ["--steps", "6", "--async-save", "--save-every", "1"]),
                                ("half", ["--steps", "3", "--async-save"])):
                 files[name] = [self.folder / f"{trainer}.{name}.pt", self.folder / f"{trainer}.{name}.dcp"]
                 self.check_code(launch(2, trainer, base + args + ["--save", files[name][0], "--save-sharded", files[name][1]]), 0)
-            self.assertEqual(content(files["straight"]), content(files["async"]))
+            self.assertEqual(contents(files["straight"]), contents(files["async"]))
             for form in files["half"]:
                 ends = [self.folder / f"{trainer}.{form.suffix}.end.pt", self.folder / f"{trainer}.{form.suffix}.end.dcp"]
                 self.check_code(launch(2, trainer, base + ["--steps", "6", "--load", form, "--async-save", "--save", ends[0],
                                                            "--save-sharded", ends[1]]), 0)
-                self.assertEqual(content(files["straight"]), content(ends), form)
+                self.assertEqual(contents(files["straight"]), contents(ends), form)
 
     def test_sharded_memory(self):
         """Predicted within 10 %; what a rank holds between steps within 2 % of 16P/N (fp32: weight, gradient, two moments)."""

@@ -10,9 +10,9 @@ namespace {
 using namespace mgp;
 using mgp_test::world;
 
-/// Walks through `schedule` with stages that add 1 on the way down and double on the way up. Microbatch m has m % 3 + 1
+/// Walks through `schedule` and expects the right values on every stage, with stages that add 1 on the way down and double on the way up. Microbatch m has m % 3 + 1
 /// rows of `elements` numbers, and begins with the value 100 m. `late`: this stage comes later than the others.
-void walk(const Schedule& schedule, int64_t elements, int late = -1) {
+void expect_exchange(const Schedule& schedule, int64_t elements, int late = -1) {
   const int stage = world().rank(), last = world().size() - 1;
   Neighbours neighbours(world(), at::kFloat, schedule.micro_batches);
   const auto options = at::TensorOptions().dtype(at::kFloat).device(world().device());
@@ -57,27 +57,28 @@ void walk(const Schedule& schedule, int64_t elements, int late = -1) {
 
 TEST(Pipeline, EveryScheduleRunsToItsEnd) {
   for (const std::string name : {"gpipe", "1f1b"}) {
-    for (const int64_t m : {1, 2, 3, 6, 7}) walk(make_schedule(name, world().size(), m), /*elements=*/5);
+    for (const int64_t m : {1, 2, 3, 6, 7}) expect_exchange(make_schedule(name, world().size(), m), /*elements=*/5);
   }
 }
 
 // Small messages are buffered and hide an order in which both neighbours send first; large ones wait for their receive.
 TEST(Pipeline, LargeMessages) {
   for (const std::string name : {"gpipe", "1f1b"}) {
-    walk(make_schedule(name, world().size(), 5), /*elements=*/1 << 20);  // 4, 8 and 12 MiB
+    expect_exchange(make_schedule(name, world().size(), 5), /*elements=*/1 << 20);  // 4, 8 and 12 MiB
   }
 }
 
 TEST(Pipeline, AStageThatIsLate) {
   for (int late = 0; late < world().size(); ++late) {
-    for (const std::string name : {"gpipe", "1f1b"}) walk(make_schedule(name, world().size(), 6), 1000, late);
+    for (const std::string name : {"gpipe", "1f1b"})
+      expect_exchange(make_schedule(name, world().size(), 6), 1000, late);
   }
 }
 
 TEST(Pipeline, EachDirectionHasALedgerOfItsOwn) {
   const Schedule schedule = one_f_one_b_schedule(world().size(), 4);
   const std::vector<LedgerRow> before = world().ledger().rows();
-  walk(schedule, /*elements=*/8);
+  expect_exchange(schedule, /*elements=*/8);
   const int64_t payload = (1 + 2 + 3 + 1) * 8 * 4;  // rows of the four microbatches x elements x bytes
   const int stage = world().rank(), last = world().size() - 1;
   int64_t sent = 0;

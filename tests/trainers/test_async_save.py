@@ -7,7 +7,7 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import harness
-from harness import TINY
+from harness import TINY, content
 
 CASES = (("train_single", 1), ("train_ddp", 2), ("train_fsdp", 3), ("train_fsdp2", 3))
 
@@ -19,10 +19,6 @@ def forms(trainer, base):
         flags += ["--save-sharded", f"{base}.dcp"]
         paths.append(pathlib.Path(f"{base}.dcp"))
     return flags, paths
-
-
-def content(path):
-    return {p.name: p.read_bytes() for p in sorted(path.iterdir())} if path.is_dir() else path.read_bytes()
 
 
 class AsyncSave(harness.TrainerTest):

@@ -12,10 +12,9 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import harness
-from harness import TINY
+from harness import TINY, UNEVEN
 
 BOTH = ("train_fsdp", "train_fsdp2")
-UNEVEN = ["--dim", "36", "--heads", "3", "--mlp-dim", "33", "--vocab-size", "101", "--classes", "7"]  # divide by nothing
 
 
 class Sharded(harness.TrainerTest):

@@ -10,19 +10,13 @@ import subprocess
 import sys
 import unittest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "pytorch"))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import harness
-from harness import TINY
+from harness import TINY, UNEVEN, content
 
 BOTH = ("train_fsdp", "train_fsdp2")
-UNEVEN = ["--dim", "36", "--heads", "3", "--mlp-dim", "33", "--vocab-size", "101", "--classes", "7"]  # divide by nothing
 SAME = TINY + UNEVEN + ["--precision", "fp64", "--global-batch-size", "12"]
 LIMIT = 1e-9  # of the last norm and loss; sums are made in another order at another number of ranks
-
-
-def content(folder):
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
 class Resharding(harness.TrainerTest):
